@@ -94,7 +94,7 @@ class Segment(msgspec.Struct, frozen=True):
     def recomputed_layers(self, num_layers: int) -> range:
         if isinstance(self.recompute, LayerGroup):
             return range(self.recompute.start, self.recompute.stop)
-        return range(0, num_layers) if self.recompute is not None or not self.sources else range(0)
+        return range(num_layers) if self.recompute is not None or not self.sources else range(0)
 
     def shape(self) -> bytes:
         """Canonical bytes of what is approximate about the segment (goes into provenance)."""
