@@ -68,7 +68,9 @@ def prepare_base(root: Path) -> Path:
         staging = Path(tempfile.mkdtemp(prefix=f".{MODEL_NAME}.", dir=target.parent))
         try:
             convert_gguf(source, staging)
-            staging.chmod(0o755)  # mkdtemp makes it private
+            staging.chmod(0o755)  # mkdtemp and safetensors make their files private
+            for file in staging.iterdir():
+                file.chmod(0o644)
             if target.exists():  # a leftover without marker
                 shutil.rmtree(target)
             os.replace(staging, target)
