@@ -1,0 +1,240 @@
+"""Client messages: what a client and the router say to each other (docs/protocol.md describes the same for other languages).
+
+One ZeroMQ message is one frame: the MessagePack map of one struct, ``type`` names it. New fields go to the end with a default,
+so that older peers still read newer messages. Sizes are limited by ``codec.py`` before anything is decoded.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from kvkin.kv.plan import PlanKind
+from kvkin.kv.provenance import Quality
+
+PROTOCOL_VERSION = 1
+
+
+class Reuse(enum.StrEnum):
+    """What a request allows: exact plans only, profiled ones within ``max_loss``, anything, or nothing at all."""
+
+    EXACT = "exact"
+    BOUNDED = "bounded"
+    ANY = "any"
+    OFF = "off"
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    role: str
+    content: str
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How tokens are chosen. Temperature 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off; ``logprobs`` counts alternatives."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    max_tokens: int = 128
+    logprobs: int | None = None
+    ignore_eos: bool = False
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Natural-log probability of the chosen token and of the most likely ones (token id, logprob)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+# --- client to router ---------------------------------------------------------------------------------------------------
+
+
+class Generate(msgspec.Struct, frozen=True, tag="generate"):
+    """Ask for an answer. Exactly one of ``prompt``, ``token_ids``, ``messages`` is given.
+
+    ``id`` is the client's own, unique among its running requests. ``publish`` off leaves nothing behind that later
+    requests could hit. ``share_hint`` is how many later requests are expected to start with this prompt (negative: unknown).
+    """
+
+    id: str
+    model: str
+    prompt: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    sampling: Sampling = Sampling()
+    stream: bool = True
+    reuse: Reuse = Reuse.BOUNDED
+    max_loss: float = 0.05
+    publish: bool = True
+    share_hint: float = -1.0
+    deadline_s: float | None = None
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    id: str
+
+
+class ListModels(msgspec.Struct, frozen=True, tag="models"):
+    id: str
+
+
+class AskStatus(msgspec.Struct, frozen=True, tag="status"):
+    id: str
+
+
+# --- router to client ---------------------------------------------------------------------------------------------------
+
+
+class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
+    """The request runs under the server's ``request_id`` (for logs)."""
+
+    id: str
+    request_id: str
+    prompt_tokens: int
+
+
+class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
+    """Newly generated tokens; ``index`` is the position of the first in the answer. ``text`` may lag behind (UTF-8, stop strings)."""
+
+    id: str
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """True counts: ``cached_tokens`` are prompt tokens whose KV was reused in whole or in part."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Timings(msgspec.Struct, frozen=True):
+    """Milliseconds. The phases overlap: ``pull_ms`` runs from the first pull to the last arrival, ``recompute_ms`` and
+    ``suffix_ms`` are compute time, ``wait_ms`` is when the engine had nothing to do for this request but wait for KV."""
+
+    hash_ms: float = 0.0
+    route_ms: float = 0.0
+    queue_ms: float = 0.0
+    pull_ms: float = 0.0
+    wait_ms: float = 0.0
+    recompute_ms: float = 0.0
+    suffix_ms: float = 0.0
+    ttft_ms: float = 0.0
+    total_ms: float = 0.0
+
+
+class SegmentReport(msgspec.Struct, frozen=True):
+    """One segment as it was executed, counted where bytes landed and layers ran."""
+
+    start: int
+    stop: int
+    kind: PlanKind
+    sources: tuple[str, ...] = ()
+    e_layer: int | None = None
+    group: tuple[int, int] | None = None
+    tokens_reused: int = 0
+    layers_recomputed: int = 0
+    bytes_pulled: int = 0
+
+
+class ReuseReport(msgspec.Struct, frozen=True):
+    """What reuse did for a request. ``fallback`` says why the plan was given up (empty: it was not)."""
+
+    kind: PlanKind
+    quality: Quality
+    loss: float | None
+    segments: tuple[SegmentReport, ...]
+    sources: tuple[str, ...]
+    tokens_reused: int
+    layers_recomputed: int
+    bytes_pulled: int
+    reason: str
+    fallback: str = ""
+    planned: PlanKind = PlanKind.PRIVATE
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """The one good end of a request. ``finish_reason``: stop, length. ``token_ids`` are all generated ones."""
+
+    id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: Usage
+    timings: Timings
+    report: ReuseReport
+    logprobs: tuple[TokenLogprob, ...] = ()
+    node: str = ""
+
+
+class Error(msgspec.Struct, frozen=True, tag="error"):
+    """The bad end: ``code`` from kv/errors.py (``cancelled`` included). ``id`` is empty if the message had none that was readable."""
+
+    id: str
+    code: str
+    message: str
+    retryable: bool = False
+
+
+class ModelEntry(msgspec.Struct, frozen=True):
+    name: str
+    family: str
+    max_context_tokens: int
+    nodes: tuple[str, ...]
+
+
+class Models(msgspec.Struct, frozen=True, tag="model_list"):
+    id: str
+    models: tuple[ModelEntry, ...]
+
+
+class NodeLoad(msgspec.Struct, frozen=True):
+    """A node's measured state, sent with each heartbeat. Rates are moving averages (0: not measured yet)."""
+
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    kv_slots_used: int = 0
+    kv_slots_total: int = 0
+    e_slots_used: int = 0
+    e_slots_total: int = 0
+    leases: int = 0
+    quarantined_bytes: int = 0
+    prefill_layer_tokens_per_s: float = 0.0
+    pull_bytes_per_s: float = 0.0
+    fallbacks: int = 0
+    finished: int = 0
+    failed: int = 0
+
+
+class NodeStatus(msgspec.Struct, frozen=True):
+    name: str
+    role: str
+    state: str
+    incarnation: str
+    models: tuple[str, ...]
+    load: NodeLoad
+    holdings: int
+    last_seen_s: float
+
+
+class StatusReply(msgspec.Struct, frozen=True, tag="status_reply"):
+    id: str
+    router: str
+    uptime_s: float
+    running: int
+    nodes: tuple[NodeStatus, ...]
+    index_blocks: int
+    counters: dict[str, int]
+
+
+ClientRequest = Generate | Cancel | ListModels | AskStatus
+ClientReply = Accepted | Tokens | Finished | Error | Models | StatusReply

@@ -1,0 +1,169 @@
+"""Node messages: what prefill and decode nodes and the router say to each other.
+
+Every node keeps one DEALER socket per router. It registers, sends a snapshot of what it holds, then ordered deltas numbered
+per (incarnation, router) and heartbeats; the router orders prefills and executions (DESIGN.md section 2).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvkin.kv.layout import KVLayout
+from kvkin.kv.lineage import Lineage
+from kvkin.kv.plan import ReusePlan
+from kvkin.kv.provenance import Provenance
+from kvkin.transport.messages import NodeLoad, ReuseReport, Sampling, Timings, TokenLogprob
+
+# --- node to router -----------------------------------------------------------------------------------------------------
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """A model that a node runs; the router checks it against its own configuration by lineage and tokenizer digest."""
+
+    name: str
+    family: str
+    lineage: Lineage
+    tokenizer_digest: bytes
+
+
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    """First message of an incarnation. ``source_address`` is where consumers open layer streams (ZeroMQ)."""
+
+    version: int
+    node: str
+    role: str
+    incarnation: str
+    source_address: str
+    models: tuple[ServedModel, ...]
+    layout: KVLayout
+    transition_layers: tuple[int, ...] = ()
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """What a node has of one block: KV of layers [0, kv_layers) and E at ``e_layers``. ``position`` is its first token's."""
+
+    block: bytes
+    parent: bytes
+    provenance: int
+    position: int
+    kv_layers: int
+    e_layers: tuple[int, ...] = ()
+
+
+class Holdings(msgspec.Struct, frozen=True, tag="holdings"):
+    """A snapshot (``sequence`` 0) or the next delta. ``Holding.provenance`` and the pairs of ``removed`` index ``provenances``.
+
+    ``removed`` lists (block, provenance) pairs. A receiver that misses a number asks for a snapshot.
+    """
+
+    incarnation: str
+    sequence: int
+    provenances: tuple[Provenance, ...] = ()
+    added: tuple[Holding, ...] = ()
+    removed: tuple[tuple[bytes, int], ...] = ()
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    incarnation: str
+    load: NodeLoad
+    draining: bool = False
+
+
+class Generated(msgspec.Struct, frozen=True, tag="generated"):
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    timings: Timings
+    report: ReuseReport
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """A request's or an order's bad end."""
+
+    request_id: str
+    code: str
+    message: str
+    retryable: bool
+
+
+class OrderDone(msgspec.Struct, frozen=True, tag="order_done"):
+    order_id: str
+    num_tokens: int
+    computed_tokens: int
+    seconds: float
+
+
+# --- router to node -----------------------------------------------------------------------------------------------------
+
+
+class Registered(msgspec.Struct, frozen=True, tag="registered"):
+    """The router knows the node now; a snapshot is expected next."""
+
+    router: str
+    router_incarnation: str
+    heartbeat_s: float
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The node does not fit this cluster; it logs why and stops."""
+
+    code: str
+    message: str
+
+
+class SnapshotWanted(msgspec.Struct, frozen=True, tag="snapshot_wanted"):
+    """A gap or a restart: send everything again. ``register`` asks for a new registration first."""
+
+    register: bool = False
+
+
+class Execute(msgspec.Struct, frozen=True, tag="execute"):
+    """Run a request. ``root`` is the root hash of its blocks; ``source_addresses`` maps node names of the plan to addresses."""
+
+    request_id: str
+    model: str
+    token_ids: tuple[int, ...]
+    root: bytes
+    plan: ReusePlan
+    sampling: Sampling
+    publish: bool
+    deadline_s: float
+    source_addresses: dict[str, str]
+    hash_ms: float = 0.0
+    route_ms: float = 0.0
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End a request or an order in whatever state it is; unknown ids are ignored."""
+
+    request_id: str
+    reason: str
+
+
+class PrefillOrder(msgspec.Struct, frozen=True, tag="prefill_order"):
+    """Compute and keep the KV of all full blocks of ``token_ids`` and E at the node's transition layers."""
+
+    order_id: str
+    model: str
+    token_ids: tuple[int, ...]
+    root: bytes
+    deadline_s: float
+    background: bool = False
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Finish what runs, take nothing new."""
+
+
+NodeToRouter = Register | Holdings | Heartbeat | Generated | Done | Failed | OrderDone
+RouterToNode = Registered | Refused | SnapshotWanted | Execute | Abort | PrefillOrder | Drain
