@@ -8,7 +8,6 @@ around 0 for the same reason. Everything depends on ``seed`` alone. Nothing here
 from __future__ import annotations
 
 import json
-import string
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
