@@ -10,6 +10,8 @@ import enum
 
 import msgspec
 
+from kvkin.kv.generation import Sampling as Sampling
+from kvkin.kv.generation import TokenLogprob as TokenLogprob
 from kvkin.kv.plan import PlanKind
 from kvkin.kv.provenance import Quality
 
@@ -28,27 +30,6 @@ class Reuse(enum.StrEnum):
 class ChatMessage(msgspec.Struct, frozen=True):
     role: str
     content: str
-
-
-class Sampling(msgspec.Struct, frozen=True):
-    """How tokens are chosen. Temperature 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off; ``logprobs`` counts alternatives."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    max_tokens: int = 128
-    logprobs: int | None = None
-    ignore_eos: bool = False
-
-
-class TokenLogprob(msgspec.Struct, frozen=True):
-    """Natural-log probability of the chosen token and of the most likely ones (token id, logprob)."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 # --- client to router ---------------------------------------------------------------------------------------------------
