@@ -10,8 +10,8 @@ import enum
 
 import msgspec
 
-from kvkin.kv.generation import Sampling as Sampling
-from kvkin.kv.generation import TokenLogprob as TokenLogprob
+from kvkin.kv.generation import Sampling as Sampling  # noqa: PLC0414 - re-exported for clients
+from kvkin.kv.generation import TokenLogprob as TokenLogprob  # noqa: PLC0414 - re-exported for clients
 from kvkin.kv.plan import PlanKind
 from kvkin.kv.provenance import Quality
 
@@ -68,15 +68,31 @@ class AskStatus(msgspec.Struct, frozen=True, tag="status"):
     id: str
 
 
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Keepalive of a client that waits. For every id in ``running`` that the router does not know (it was restarted, or ended
+    that request) it sends an ``error``; then, always, a ``pong``. A client that pinged once and then falls silent is gone."""
+
+    id: str
+    running: tuple[str, ...] = ()
+
+
 # --- router to client ---------------------------------------------------------------------------------------------------
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
-    """The request runs under the server's ``request_id`` (for logs)."""
+    """The request runs under the server's ``request_id`` (for logs). Repeated now and then while a request waits: a sign of life."""
 
     id: str
     request_id: str
     prompt_tokens: int
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """Answer to ``ping``; another ``incarnation`` than before means that the router was restarted."""
+
+    id: str
+    router: str
+    incarnation: str
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
@@ -217,5 +233,5 @@ class StatusReply(msgspec.Struct, frozen=True, tag="status_reply"):
     counters: dict[str, int]
 
 
-ClientRequest = Generate | Cancel | ListModels | AskStatus
-ClientReply = Accepted | Tokens | Finished | Error | Models | StatusReply
+ClientRequest = Generate | Cancel | ListModels | AskStatus | Ping
+ClientReply = Accepted | Pong | Tokens | Finished | Error | Models | StatusReply

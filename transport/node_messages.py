@@ -51,9 +51,11 @@ class Holding(msgspec.Struct, frozen=True):
 
 
 class Holdings(msgspec.Struct, frozen=True, tag="holdings"):
-    """A snapshot (``sequence`` 0) or the next delta. ``Holding.provenance`` and the pairs of ``removed`` index ``provenances``.
+    """A part of a snapshot (``sequence`` 0) or the next delta. ``Holding.provenance`` and the pairs of ``removed`` index ``provenances``.
 
-    ``removed`` lists (block, provenance) pairs. A receiver that misses a number asks for a snapshot.
+    ``removed`` lists (block, provenance) pairs. ``epoch`` counts the snapshots that the incarnation has sent to this router;
+    its parts are numbered by ``part``, ``last`` ends it. Deltas carry the epoch of the newest snapshot, are numbered from 1
+    within it and may be sent between its parts. A receiver that misses a number asks for a snapshot.
     """
 
     incarnation: str
@@ -61,6 +63,9 @@ class Holdings(msgspec.Struct, frozen=True, tag="holdings"):
     provenances: tuple[Provenance, ...] = ()
     added: tuple[Holding, ...] = ()
     removed: tuple[tuple[bytes, int], ...] = ()
+    epoch: int = 0
+    part: int = 0
+    last: bool = True
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -101,6 +106,12 @@ class OrderDone(msgspec.Struct, frozen=True, tag="order_done"):
     num_tokens: int
     computed_tokens: int
     seconds: float
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """The node stops now: what it held is gone, what still ran on it failed. Saves the router from waiting for silence."""
+
+    incarnation: str
 
 
 # --- router to node -----------------------------------------------------------------------------------------------------
@@ -165,5 +176,5 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Finish what runs, take nothing new."""
 
 
-NodeToRouter = Register | Holdings | Heartbeat | Generated | Done | Failed | OrderDone
+NodeToRouter = Register | Holdings | Heartbeat | Generated | Done | Failed | OrderDone | Leave
 RouterToNode = Registered | Refused | SnapshotWanted | Execute | Abort | PrefillOrder | Drain
