@@ -1,0 +1,118 @@
+"""What a node asks of an engine, and what it hears back: the same for the reference engine and for vLLM.
+
+A node submits requests with a plan, feeds arrivals, and listens through an ``EngineSink``. Engines count what really ran; the reuse
+report is made of these counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkin.engines.workspace import Workspace
+from kvkin.kv.execution import PlanExecution, Unit
+from kvkin.kv.generation import Sampling, TokenLogprob
+from kvkin.kv.layout import KVLayout
+from kvkin.kv.plan import ReusePlan
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One request. Without ``sampling`` it is a prefill only (an order): no logits, no tokens.
+
+    ``taps`` are the transition layers whose entering hidden states are kept for publication.
+    """
+
+    request_id: str
+    model: str
+    token_ids: tuple[int, ...]
+    plan: ReusePlan
+    sampling: Sampling | None
+    taps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """KV of one (chunk, layer), or its E with layer -1: parts of (first token, bytes of whole blocks), stable until consumed."""
+
+    chunk: int
+    layer: int
+    parts: tuple[tuple[int, NDArray[np.uint8]], ...]
+
+
+@dataclass
+class Counters:
+    """What really happened to a request, in seconds and counts; written by the engine only."""
+
+    recompute_s: float = 0.0
+    suffix_s: float = 0.0
+    wait_s: float = 0.0
+    computed_layer_tokens: int = 0
+    recomputed_layers: dict[int, set[int]] = field(default_factory=dict)
+    """Segment -> layers that were computed for it although its KV is reused."""
+    first_token_at: float = 0.0
+    prefilled_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished request. ``finish_reason``: stop, length, or prefill for an order."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    logprobs: tuple[TokenLogprob, ...]
+
+
+class EngineSink(Protocol):
+    """Called from the engine's thread between steps; must return quickly."""
+
+    def unit_done(self, request_id: str, unit: Unit, space: Workspace) -> None:
+        """A unit's KV is in the workspace (prefill nodes copy it to the arena and announce the layer)."""
+
+    def prefilled(self, request_id: str) -> None:
+        """The whole prompt has its KV."""
+
+    def tokens(self, request_id: str, index: int, token_id: int, text: str, logprob: TokenLogprob | None) -> None: ...
+
+    def finished(self, result: Result, space: Workspace, counters: Counters) -> None:
+        """The end. ``space`` holds the KV of prompt + generated - 1 tokens and may be kept for publication."""
+
+    def failed(self, request_id: str, error: Exception) -> None:
+        """The end, badly: cancelled, or an error in the engine."""
+
+
+class Engine(Protocol):
+    """Runs several requests at once, interleaved by step. All methods may be called from any thread."""
+
+    models: tuple[str, ...]
+
+    def layout(self, model: str) -> KVLayout: ...
+
+    def submit(self, request: EngineRequest, sink: EngineSink) -> PlanExecution:
+        """Queue a request; returns its execution, to be read for its chunks and pairs only. Raises InvalidRequest."""
+        ...
+
+    def arrived(self, request_id: str, arrival: Arrival) -> None:
+        """Data for a request is here; ignored when the request has ended or was replanned."""
+
+    def replan(self, request_id: str, plan: ReusePlan) -> None:
+        """Start the prefill over with another plan (a source failed). Ignored once the prompt is prefilled."""
+
+    def cancel(self, request_id: str, reason: str) -> None:
+        """End a request before its next step; unknown ids are ignored."""
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run ``function`` on the engine's thread between two steps."""
+        ...
+
+    def close(self) -> None:
+        """Stop after the current step; running requests fail as cancelled. Idempotent."""

@@ -1,0 +1,207 @@
+"""One request inside the reference engine: its plan execution, workspace, sampler and text.
+
+Stepped by ``engines/reference.py`` on the engine thread; one step is one unit of prefill or one generated token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvkin.engines.api import Arrival, Counters, EngineRequest, EngineSink, Result
+from kvkin.engines.layer_ops import LayerOps
+from kvkin.engines.recompute import decode_token, partial_prefill
+from kvkin.engines.sampling import Sampler
+from kvkin.engines.text import TextStream
+from kvkin.engines.workspace import Workspace
+from kvkin.kv.errors import Cancelled
+from kvkin.kv.execution import (
+    ComputeUnit,
+    DataArrived,
+    Instruction,
+    PlanExecution,
+    PrefillFinished,
+    Unit,
+    UnitDone,
+)
+from kvkin.kv.generation import Sampling, TokenLogprob
+from kvkin.kv.layout import KVLayout
+from kvkin.kv.plan import ReusePlan
+from kvkin.kv.pulls import E_LAYER
+
+Clock = Callable[[], float]
+
+
+class RunningRequest:
+    """State of one request; ``step`` does one thing and says whether there was anything to do."""
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        sink: EngineSink,
+        ops: LayerOps,
+        layout: KVLayout,
+        text: TextStream | None,
+        eos: frozenset[int],
+        chunk_tokens: int,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.request, self.sink, self.counters = request, sink, Counters()
+        self.ended = False
+        self._ops, self._layout, self._text, self._eos, self._clock = ops, layout, text, eos, clock
+        self._chunk_tokens = chunk_tokens
+        new_tokens = request.sampling.max_tokens if request.sampling else 0
+        self._prompt = len(request.token_ids)
+        self._ids = torch.tensor(request.token_ids, device=ops.device)
+        self.space = Workspace(ops, self._prompt + max(new_tokens, 1), request.taps)
+        self._sampler = Sampler(request.sampling) if request.sampling else None
+        self._generated: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._waiting_since: float | None = None
+        self.execution = self._begin(request.plan)
+
+    def _begin(self, plan: ReusePlan) -> PlanExecution:
+        self.execution = PlanExecution(
+            plan, self._ops.num_layers, self._chunk_tokens, want_logits=self.request.sampling is not None
+        )
+        self._hidden: dict[int, Tensor] = {}
+        self._next: Unit | None = None
+        self._last: Tensor | None = None
+        self._prefilled = False
+        self._take(self.execution.start())
+        return self.execution
+
+    # --- what the node says --------------------------------------------------------------------------------------------
+
+    def arrived(self, arrival: Arrival) -> None:
+        if self._prefilled:
+            return
+        if arrival.layer == E_LAYER:
+            states = [self.space.load_e(start, data, self._layout) for start, data in arrival.parts]
+            self._hidden[arrival.chunk] = torch.cat(states) if len(states) > 1 else states[0]
+        else:
+            for start, data in arrival.parts:
+                self.space.load_kv(arrival.layer, start, data, self._layout)
+        self._take(self.execution.handle(DataArrived(arrival.chunk, arrival.layer)))
+
+    def replan(self, plan: ReusePlan) -> None:
+        if not self._prefilled:
+            self.counters.recomputed_layers.clear()
+            self._begin(plan)
+
+    def cancel(self, reason: str) -> None:
+        self.fail(Cancelled(reason))
+
+    def fail(self, error: Exception) -> None:
+        if not self.ended:
+            self.ended = True
+            self.sink.failed(self.request.request_id, error)
+
+    # --- steps ---------------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Run one unit or generate one token; False if the request only waits for data."""
+        if self._next is not None:
+            self._compute(self._next)
+            return True
+        if self._prefilled and not self.ended:
+            self._generate()
+            return True
+        return False
+
+    def _compute(self, unit: Unit) -> None:
+        started = self._clock()
+        rows = (
+            torch.arange(unit.start, unit.stop, device=self._ops.device)
+            if unit.rows is None
+            else torch.tensor(unit.rows, device=self._ops.device)
+        )
+        hidden = self._hidden.pop(unit.chunk, None)
+        if hidden is None:
+            assert unit.first, self.execution.story()
+            hidden = self._ops.embed(self._ids[rows])
+        out = partial_prefill(self._ops, self.space, unit, hidden, rows)
+        if out is not None:
+            self._hidden[unit.chunk] = out
+        self._count(unit, len(rows), self._clock() - started)
+        self.sink.unit_done(self.request.request_id, unit, self.space)
+        self._next = None
+        self._take(self.execution.handle(UnitDone(unit)))
+
+    def _count(self, unit: Unit, num_rows: int, seconds: float) -> None:
+        self.counters.computed_layer_tokens += num_rows
+        if unit.recompute:
+            self.counters.recompute_s += seconds
+            segment = self.execution.chunks[unit.chunk].segment
+            self.counters.recomputed_layers.setdefault(segment, set()).add(unit.layer)
+        else:
+            self.counters.suffix_s += seconds
+
+    def _take(self, instructions: list[Instruction]) -> None:
+        now = self._clock()
+        for instruction in instructions:
+            if self._waiting_since is not None:
+                self.counters.wait_s += now - self._waiting_since
+                self._waiting_since = None
+            match instruction:
+                case ComputeUnit(unit):
+                    self._next = unit
+                case PrefillFinished():
+                    self._prefill_finished()
+                case _:
+                    pass
+        if not instructions and self._next is None and not self._prefilled and self._waiting_since is None:
+            self._waiting_since = now
+
+    def _prefill_finished(self) -> None:
+        self._prefilled = True
+        self.counters.prefilled_at = self._clock()
+        self._last = self._hidden.pop(len(self.execution.chunks) - 1, None)
+        self._hidden.clear()
+        self.sink.prefilled(self.request.request_id)
+
+    def _generate(self) -> None:
+        sampling = self.request.sampling
+        if sampling is None:
+            self._finish("prefill")
+            return
+        assert self._sampler is not None
+        if self._last is not None:
+            logits = self._ops.logits(self._last)[-1]
+            self._last = None
+        else:
+            position = self._prompt + len(self._generated) - 1
+            logits = decode_token(self._ops, self.space, self._generated[-1], position)
+        token, logprob = self._sampler.choose(logits)
+        self._emit(token, logprob, sampling)
+
+    def _emit(self, token: int, logprob: TokenLogprob | None, sampling: Sampling) -> None:
+        index = len(self._generated)
+        if index == 0:
+            self.counters.first_token_at = self._clock()
+        self._generated.append(token)
+        if logprob is not None:
+            self._logprobs.append(logprob)
+        ended = token in self._eos and not sampling.ignore_eos
+        text = "" if self._text is None or ended else self._text.push(token)
+        stopped = self._text is not None and self._text.stopped
+        reason = "stop" if ended or stopped else "length" if len(self._generated) >= sampling.max_tokens else ""
+        if reason and self._text is not None:
+            text += self._text.finish()
+        self.sink.tokens(self.request.request_id, index, token, text, logprob)
+        if reason:
+            self._finish(reason)
+
+    def _finish(self, reason: str) -> None:
+        self.ended = True
+        result = Result(
+            self.request.request_id,
+            tuple(self._generated),
+            self._text.text if self._text else "",
+            reason,
+            tuple(self._logprobs),
+        )
+        self.sink.finished(result, self.space, self.counters)
