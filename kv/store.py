@@ -139,6 +139,41 @@ class BlockStore:
         self._reserve_e([blocks[index] for index in missing], e_layers)
         return blocks
 
+    def take_scratch(self, num_kv: int, num_e: int) -> tuple[list[int], list[int]]:
+        """Unnamed KV and E slots for pulls to land in. They are adopted as blocks later or given back.
+
+        Raises CapacityError, leaving nothing behind, when blocks in use fill the arena.
+        """
+        if not self._make_room(self.kv_pool, num_kv) or not self._make_room(self.e_pool, num_e):
+            raise CapacityError(
+                f"{num_kv} KV and {num_e} E slots are needed, {self.kv_pool.free} and {self.e_pool.free} are free and the "
+                "rest is in use; raise kv_bytes or e_bytes of this node or lower the load"
+            )
+        return self.kv_pool.take(num_kv), self.e_pool.take(num_e)
+
+    def give_scratch(self, kv_slots: Sequence[int], e_slots: Sequence[int] = ()) -> None:
+        self.kv_pool.give(kv_slots)
+        self.e_pool.give(e_slots)
+
+    def adopt(
+        self,
+        entry: tuple[bytes, bytes, Provenance, int],
+        slot: int,
+        e_slots: dict[int, int],
+        now: float,
+    ) -> bool:
+        """Turn scratch slots with complete KV (and E per layer) into a published block that nobody uses yet.
+
+        False, and the slots stay the caller's, if the block is already here.
+        """
+        if (entry[0], entry[2].key) in self._blocks:
+            return False
+        block = self._create(entry, slot, now)
+        block.kv_layers, block.e_slots, block.e_ready = self.num_layers, dict(e_slots), frozenset(e_slots)
+        self.publish(block)
+        self.release(block, now)
+        return True
+
     def advance(self, block: Block, kv_layers: int) -> None:
         """Leading ``kv_layers`` layers of the block's KV are visible now."""
         block.kv_layers = max(block.kv_layers, kv_layers)
