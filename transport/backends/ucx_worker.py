@@ -1,0 +1,233 @@
+"""The thread that drives every pull of one ``ucx`` transport.
+
+One thread owns all pulling agents: it posts READs, polls them (NIXL has nothing to await) and reports to the event loop.
+It sleeps on its command queue while nothing is in flight and polls every 50 us otherwise, which beats busy polling
+where cores are few. Copies over shared memory run inside the post, so the event loop must never post itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkin.kv.errors import KvkinError, LocalTransportError, SourceError, SourceLost
+from kvkin.transport.backends.base import PullTransfer, call_on_loop, join_threads
+from kvkin.transport.backends.nixl import NixlAgent
+from kvkin.transport.data_plane import Copy
+
+PIECE_BYTES = 8 << 20
+"""A pull is posted in pieces of this size: what bounds the time until a cancel, a deadline or another pull is seen."""
+PIECE_COPIES = 256
+WINDOW = 4
+"""Pieces in flight per link: enough to fill a network, few enough that an abandoned pull ends soon."""
+POLL_S = 50e-6
+QUARANTINE_POLL_S = 2e-3
+
+Piece = tuple[NDArray[np.uint64], NDArray[np.uint64]]
+"""Local and remote rows, ``(copies, 3)``: address, bytes, device 0."""
+
+
+def make_pieces(copies: Sequence[Copy], remote_base: int, local_base: int) -> deque[Piece]:
+    """Cut copies into pieces of at most ``PIECE_BYTES`` and ``PIECE_COPIES`` each."""
+    pieces: deque[Piece] = deque()
+    local: list[tuple[int, int, int]] = []
+    remote: list[tuple[int, int, int]] = []
+    room = PIECE_BYTES
+    for copy in copies:
+        done = 0
+        while done < copy.num_bytes:
+            size = min(copy.num_bytes - done, room)
+            local.append((local_base + copy.local_offset + done, size, 0))
+            remote.append((remote_base + copy.remote_offset + done, size, 0))
+            done, room = done + size, room - size
+            if room == 0 or len(local) == PIECE_COPIES:
+                pieces.append((np.array(local, dtype=np.uint64), np.array(remote, dtype=np.uint64)))
+                local, remote, room = [], [], PIECE_BYTES
+    if local:
+        pieces.append((np.array(local, dtype=np.uint64), np.array(remote, dtype=np.uint64)))
+    return pieces
+
+
+class Job:
+    """One pull: pieces to post and pieces in flight. Worker thread only, but for ``transfer``, which the loop owns."""
+
+    def __init__(self, transfer: PullTransfer, pieces: deque[Piece]) -> None:
+        self.transfer, self.pieces = transfer, pieces
+        self.in_flight = 0
+        self.aborted = False
+
+
+class Link:
+    """A pulling agent with one remote agent. Everything runs on the worker thread unless it says otherwise."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_down: Callable[[KvkinError], None]) -> None:
+        self._loop, self._on_down = loop, on_down
+        self._agent: NixlAgent | None = None
+        self._remote = ""
+        self._jobs: deque[Job] = deque()
+        self._posted: list[tuple[int, Job]] = []
+        self._opened = False
+        self._down: KvkinError | None = None
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._jobs)
+
+    @property
+    def only_quarantined(self) -> bool:
+        return all(job.aborted for job in self._jobs)
+
+    def open(self, name: str, loopback_only: bool, buffers: Sequence[NDArray[np.uint8]], metadata: bytes) -> None:
+        """Make the agent and load the peer's metadata. Reports a failure through ``on_down``."""
+        if self._down is not None:
+            return
+        try:
+            self._agent = NixlAgent(name, progress=False, loopback_only=loopback_only)
+            for buffer in buffers:
+                self._agent.register(buffer)
+            self._remote = self._agent.add_remote(metadata)
+            self._opened = True
+        except KvkinError as error:
+            self.tear_down(error)
+
+    def start(self, job: Job) -> None:
+        if self._down is not None:
+            # while connecting, the caller learns what is wrong on this side; a pull only that its source is lost
+            error = _as_source_error(self._down) if self._opened else self._down
+            call_on_loop(self._loop, _fail_settled, job.transfer, error)
+        else:
+            self._jobs.append(job)
+
+    def abort(self, transfer: PullTransfer) -> None:
+        """Post nothing more of it; it settles when the pieces in flight have ended."""
+        for job in self._jobs:
+            if job.transfer is transfer:
+                job.aborted = True
+                job.pieces.clear()
+                if job.in_flight == 0:
+                    self._jobs.remove(job)
+                    call_on_loop(self._loop, transfer.settle)
+                return
+
+    def step(self) -> bool:
+        """Look at the pieces in flight and post at most one. True if anything moved."""
+        agent = self._agent
+        if agent is None or not self._jobs:
+            return False
+        try:
+            moved = self._collect(agent)
+            job = next((job for job in self._jobs if job.pieces), None)
+            # strictly in the order of the pulls: the scheduler put the most urgent first
+            if job is None or len(self._posted) >= WINDOW:
+                return moved
+            local, remote = job.pieces.popleft()
+            handle, done = agent.read(self._remote, local, remote)
+            job.in_flight += 1
+            self._posted.append((handle, job))
+            if done:
+                self._end_piece(agent, len(self._posted) - 1)
+            return True
+        except Exception as error:  # noqa: BLE001 - whatever it is, this thread also serves other links
+            self.tear_down(error if isinstance(error, KvkinError) else LocalTransportError(repr(error)))
+            return True
+
+    def _collect(self, agent: NixlAgent) -> bool:
+        moved = False
+        for index in reversed(range(len(self._posted))):
+            if agent.poll(self._posted[index][0]):
+                self._end_piece(agent, index)
+                moved = True
+        return moved
+
+    def _end_piece(self, agent: NixlAgent, index: int) -> None:
+        handle, job = self._posted.pop(index)
+        agent.release(handle)
+        job.in_flight -= 1
+        if job.in_flight == 0 and not job.pieces:
+            self._jobs.remove(job)
+            call_on_loop(self._loop, job.transfer.settle if job.aborted else job.transfer.complete)
+
+    def tear_down(self, error: KvkinError) -> None:
+        """End the endpoint: all pulls fail with ``error`` and, once the agent is gone, settle. Idempotent."""
+        if self._down is not None:
+            return
+        self._down = error
+        for handle, _ in self._posted:
+            if self._agent is not None:
+                self._agent.release(handle)
+        self._posted.clear()
+        gone = self._agent is None or self._agent.close()
+        self._agent = None
+        failure = _as_source_error(error)
+        for job in self._jobs:
+            # an agent that something still holds may still write: rather leak the destination than corrupt it
+            call_on_loop(self._loop, _fail_settled if gone else _fail_unsettled, job.transfer, failure)
+        self._jobs.clear()
+        call_on_loop(self._loop, self._on_down, error)
+
+
+def _as_source_error(error: KvkinError) -> KvkinError:
+    return error if isinstance(error, SourceError) else SourceLost(str(error))
+
+
+def _fail_settled(transfer: PullTransfer, error: KvkinError) -> None:
+    transfer.fail(error, settled=True)
+
+
+def _fail_unsettled(transfer: PullTransfer, error: KvkinError) -> None:
+    transfer.fail(error, settled=False)
+
+
+class UcxWorker:
+    """The thread with its command queue."""
+
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._links: list[Link] = []
+        self._thread = threading.Thread(target=self._run, name=f"kvkin-ucx-{next(self._numbers)}", daemon=True)
+        self._thread.start()
+
+    def add(self, link: Link) -> None:
+        """From the loop: drive this link from now on."""
+        self._commands.put(lambda: self._links.append(link))
+
+    def drop(self, link: Link) -> None:
+        """From the loop: the link is torn down."""
+        self._commands.put(lambda: self._links.remove(link) if link in self._links else None)
+
+    def submit(self, command: Callable[[], None]) -> None:
+        """From the loop: run this on the worker thread, in order."""
+        self._commands.put(command)
+
+    async def stop(self) -> None:
+        """End the thread; links must be torn down before."""
+        self._commands.put(None)
+        await join_threads([self._thread])
+
+    def _run(self) -> None:
+        while True:
+            busy = [link for link in self._links if link.busy]
+            try:
+                command = self._commands.get(block=not busy)
+            except queue.Empty:
+                pass
+            else:
+                if command is None:
+                    return
+                command()
+                continue
+            moved = False
+            for link in busy:
+                moved = link.step() or moved
+            if not moved:
+                time.sleep(QUARANTINE_POLL_S if all(link.only_quarantined for link in busy) else POLL_S)
