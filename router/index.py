@@ -1,69 +1,156 @@
 """Prefix index: which node holds which block under which provenance (DESIGN.md sections 2 and 4).
 
 Soft state of one router process, fed by the nodes' holdings and by its own prefill orders; pure, bounded, single-threaded.
+Each block knows which chains reach it without a gap (router/block_tree.py, router/chains.py), so a look-up finds the depth by
+bisection and then only compares neighbours by identity.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from operator import is_
 
-import msgspec
-
+from kvkin.kv.errors import ProtocolError
 from kvkin.kv.hashing import BlockHash
 from kvkin.kv.provenance import Provenance
+from kvkin.router.block_tree import BlockTree
+from kvkin.router.chains import Chain, Match, Path, Run, State
+from kvkin.router.fan_out import FanOut
 from kvkin.transport.node_messages import Holdings
 
-
-class Run(msgspec.Struct, frozen=True):
-    """Blocks [start_block, stop_block) of the prompt that a node holds under one provenance.
-
-    KV of layers [0, kv_layers) and E at ``e_layers`` are there for *every* block of the run. ``order_id``: not computed yet,
-    but ordered, so that it can be pulled live.
-    """
-
-    provenance: Provenance
-    start_block: int
-    stop_block: int
-    kv_layers: int
-    e_layers: tuple[int, ...]
-    order_id: str = ""
+__all__ = ["Match", "PrefixIndex", "Run"]
 
 
-class Match(msgspec.Struct, frozen=True):
-    """A chain of blocks from the start of the prompt on one node; each run's provenance follows the one before.
+class _Order:
+    """A prefill that was ordered: its blocks can be pulled while they are computed."""
 
-    A node has several matches if it holds several chains, or if a shorter part of a chain has more layers of E or KV.
-    """
+    __slots__ = ("e_layers", "hashes", "kv_layers", "node", "order_id", "provenance")
 
-    node: str
-    runs: tuple[Run, ...]
+    def __init__(self, order_id: str, node: str, hashes: tuple[BlockHash, ...], provenance: Provenance) -> None:
+        self.order_id, self.node, self.hashes, self.provenance = order_id, node, hashes, provenance
+        self.kv_layers = 0
+        self.e_layers: tuple[int, ...] = ()
 
-    @property
-    def num_blocks(self) -> int:
-        return self.runs[-1].stop_block
+    def common(self, hashes: Sequence[BlockHash]) -> int:
+        """Number of leading blocks that a prompt shares with the order."""
+        low, high = 0, min(len(hashes), len(self.hashes))
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.hashes[middle - 1] == hashes[middle - 1]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+class _Snapshot:
+    """A snapshot that arrives in parts. What a delta touched in between is newer than any later part."""
+
+    __slots__ = ("epoch", "next_part", "seen", "touched")
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch, self.next_part = epoch, 0
+        self.seen: set[tuple[BlockHash, bytes]] = set()
+        self.touched: set[tuple[BlockHash, bytes]] = set()
 
 
 class PrefixIndex:
     """Block hash -> holders. ``max_blocks`` bounds memory: leaves that were used longest ago are forgotten first."""
 
-    def __init__(self, max_blocks: int = 200_000, fan_out_half_life_s: float = 300.0) -> None:
-        raise NotImplementedError
+    def __init__(self, max_blocks: int = 1_000_000, fan_out_half_life_s: float = 120.0) -> None:
+        if max_blocks < 1:
+            raise ValueError(f"max_blocks must be at least 1, not {max_blocks}")
+        self._tree = BlockTree(max_blocks)
+        self._fan_out = FanOut(fan_out_half_life_s)
+        self._snapshots: dict[str, _Snapshot] = {}
+        self._orders: dict[str, _Order] = {}
+        self._orders_by_block: dict[BlockHash, list[_Order]] = {}
+        self.contradictions = 0  # holdings that were ignored because they cannot be true
 
     def __len__(self) -> int:
         """Blocks known now."""
-        raise NotImplementedError
+        return len(self._tree.entries)
+
+    # --- what nodes say ----------------------------------------------------------------------------------------------
 
     def apply_snapshot(self, node: str, holdings: Holdings) -> None:
-        """Everything that the node holds; what it held before and is not named is forgotten."""
-        raise NotImplementedError
+        """Everything that the node holds, or one part of it; what it does not name is forgotten once its last part is there.
+
+        A part counts only after the part before it; a delta between two parts is newer than the later ones.
+        """
+        _check(holdings)
+        snapshot = self._snapshots.get(node)
+        if holdings.part == 0:
+            snapshot = self._snapshots[node] = _Snapshot(holdings.epoch)
+        if snapshot is None or snapshot.epoch != holdings.epoch or snapshot.next_part != holdings.part:
+            return
+        snapshot.next_part += 1
+        snapshot.seen |= self._add(node, holdings, snapshot.touched)
+        if holdings.last:
+            del self._snapshots[node]
+            keep = snapshot.seen | snapshot.touched
+            for chain in self._tree.table.chains_of(node):
+                for entry in self._tree.entries_of(chain):
+                    if (entry.hash, chain.provenance.key) not in keep:
+                        self._tree.take(chain, entry)
+        self._tree.shrink()
 
     def apply_delta(self, node: str, holdings: Holdings) -> None:
         """Changes: ``removed`` first, then ``added``. Applying one twice changes nothing; unknown blocks are ignored."""
-        raise NotImplementedError
+        _check(holdings)
+        # a block without any layer left is as good as removed
+        empty = [
+            (holding.block, holding.provenance)
+            for holding in holdings.added
+            if holding.kv_layers <= 0 and not holding.e_layers
+        ]
+        changed = {(block, holdings.provenances[number].key) for block, number in (*holdings.removed, *empty)}
+        for block, key in changed:
+            self._take(node, block, key)
+        changed |= self._add(node, holdings, frozenset())
+        if node in self._snapshots:
+            self._snapshots[node].touched |= changed
+        self._tree.shrink()
 
     def drop_node(self, node: str) -> None:
         """The node is gone: nothing of it is offered any more, its orders included."""
-        raise NotImplementedError
+        self._snapshots.pop(node, None)
+        for order in [order for order in self._orders.values() if order.node == node]:
+            self.withdraw(order.order_id)
+        for chain in self._tree.table.chains_of(node):
+            for entry in self._tree.entries_of(chain):
+                self._tree.take(chain, entry)
+
+    def _add(
+        self, node: str, holdings: Holdings, newer: AbstractSet[tuple[BlockHash, bytes]]
+    ) -> set[tuple[BlockHash, bytes]]:
+        """Take in ``added`` except what ``newer`` names; returns the (block, provenance key) pairs that hold now."""
+        provenances = holdings.provenances
+        named = [(holding, (holding.block, provenances[holding.provenance].key)) for holding in holdings.added]
+        chains: dict[int, Chain] = {}
+        keys: set[tuple[BlockHash, bytes]] = set()
+        for holding, pair in named:
+            if pair in newer or (holding.kv_layers <= 0 and not holding.e_layers):
+                continue
+            chain = chains.get(holding.provenance)
+            if chain is None:
+                chain = chains[holding.provenance] = self._tree.table.chain(node, provenances[holding.provenance])
+            if self._tree.put(chain, holding):
+                keys.add(pair)
+            else:
+                self.contradictions += 1
+        for chain in chains.values():
+            self._tree.table.count(chain, 0)
+        return keys
+
+    def _take(self, node: str, block: BlockHash, key: bytes) -> None:
+        entry, chain = self._tree.entries.get(block), self._tree.table.known_chain(node, key)
+        if entry is not None and chain is not None and chain in entry.held.layers:
+            self._tree.take(chain, entry)
+
+    # --- orders ------------------------------------------------------------------------------------------------------
 
     def announce(
         self,
@@ -75,22 +162,113 @@ class PrefixIndex:
         e_layers: tuple[int, ...],
     ) -> None:
         """An ordered prefill that is not finished; its blocks are offered as live sources. The provenance is exact."""
-        raise NotImplementedError
+        if not provenance.exact:
+            raise ValueError(f"order {order_id}: a prefill computes everything itself, so its provenance is exact")
+        self.withdraw(order_id)
+        if hashes:
+            order = _Order(order_id, node, tuple(hashes), provenance)
+            order.kv_layers, order.e_layers = kv_layers, e_layers
+            self._orders[order_id] = order
+            self._orders_by_block.setdefault(hashes[0], []).append(order)
 
     def withdraw(self, order_id: str) -> None:
         """The order ended (its blocks are holdings now) or failed. Unknown ids are ignored."""
-        raise NotImplementedError
+        order = self._orders.pop(order_id, None)
+        if order is not None:
+            same = self._orders_by_block[order.hashes[0]]
+            same.remove(order)
+            if not same:
+                del self._orders_by_block[order.hashes[0]]
+
+    # --- look-up -----------------------------------------------------------------------------------------------------
 
     def match(self, hashes: Sequence[BlockHash], root: BlockHash) -> list[Match]:
-        """All maximal chains of the prompt's blocks under ``root``, longest first."""
-        raise NotImplementedError
+        """All maximal chains of the prompt's blocks under ``root``, longest first. Protects what it finds from being forgotten.
+
+        A chain that is the beginning of another one is left out unless it has more layers of KV or E.
+        """
+        if not hashes:
+            return []
+        matches: list[Match] = []
+        entry = self._tree.entries.get(hashes[0])
+        if entry is not None and entry.parent_hash == root:
+            depth = self._depth(hashes)
+            if depth:
+                self._tree.touch(self._tree.entries[hashes[depth - 1]])
+                reached = self._tree.reached
+                for path, stop in _maximal([reached[block] for block in hashes[:depth]]):
+                    matches.append(path.match(stop))
+        matches += self._live(hashes, matches)
+        matches.sort(key=lambda match: (-match.num_blocks, match.node))
+        return matches
+
+    def _depth(self, hashes: Sequence[BlockHash]) -> int:
+        """Number of leading blocks that some chain reaches: by bisection, for with a block all before it are reached."""
+        reached = self._tree.reached
+        low, high = 0, len(hashes)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if hashes[middle - 1] in reached:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _live(self, hashes: Sequence[BlockHash], held: Sequence[Match]) -> list[Match]:
+        """For each node and provenance the order that reaches furthest, behind what the node holds already."""
+        best: dict[tuple[str, bytes], tuple[int, _Order]] = {}
+        for order in self._orders_by_block.get(hashes[0], ()):
+            stop = order.common(hashes)
+            key = (order.node, order.provenance.key)
+            if key not in best or best[key][0] < stop:
+                best[key] = (stop, order)
+        matches = []
+        for (node, provenance_key), (stop, order) in best.items():
+            first_runs = [match.runs[0] for match in held if match.node == node]
+            done = [run for run in first_runs if run.provenance.key == provenance_key]
+            before = max(done, key=lambda run: run.stop_block, default=None)
+            start = 0 if before is None else before.stop_block
+            if start < stop:
+                run = Run(order.provenance, start, stop, order.kv_layers, order.e_layers, order.order_id)
+                matches.append(Match(node, (run,) if before is None else (before, run)))
+        return matches
+
+    # --- statistics --------------------------------------------------------------------------------------------------
 
     def observe(self, family: str, model: str, hashes: Sequence[BlockHash], now: float) -> None:
         """Count a request for the fan-out statistics, once. ``now`` is a monotonic clock in seconds."""
-        raise NotImplementedError
+        self._fan_out.observe(family, model, hashes, now)
 
     def fan_out(
         self, family: str, model: str, hashes: Sequence[BlockHash], now: float
     ) -> tuple[tuple[int, float], ...]:
         """(blocks, decayed number of requests of *other* models of the family that started with them), by rising blocks."""
-        raise NotImplementedError
+        return self._fan_out.of_others(family, model, hashes, now)
+
+
+def _check(holdings: Holdings) -> None:
+    """Refuse a message that names provenances which it does not hold, before anything of it is applied."""
+    count = len(holdings.provenances)
+    numbers = itertools.chain(
+        (holding.provenance for holding in holdings.added), (number for _, number in holdings.removed)
+    )
+    for number in numbers:
+        if not 0 <= number < count:
+            raise ProtocolError(f"holdings name provenance {number}, but the message has {count}")
+
+
+def _maximal(states: Sequence[State]) -> list[tuple[Path, int]]:
+    """The paths through neighbouring blocks' states that end, or lose layers, and the block after their last one."""
+    last = len(states) - 1
+    found = [(path, last + 1) for path in states[last].paths]
+    # states are interned: compare neighbours by identity, at the speed of C
+    same = list(map(is_, states, states[1:]))
+    at = -1
+    while True:
+        try:
+            at = same.index(False, at + 1)
+        except ValueError:
+            return found
+        after = states[at + 1].paths
+        continued = {path.prev for path in after if path.start == at + 1}.union(after)
+        found += [(path, at + 1) for path in states[at].paths if path not in continued]
