@@ -1,0 +1,274 @@
+"""``kvkin finetune``: train a LoRA adapter of a family's base, save it, reload it, and score it against the base.
+
+Runs in its own process, on the CPU, in float32. Stages: read and split the data, train (``finetune_loop.py``), save the
+adapter in bfloat16, load it again from disk onto a fresh base, score both on the same held-out prompts
+(``finetune_probes.py``), write the card (``finetune_card.py``). LoRA: Hu et al., 2021, through peft. Adapters with
+``layers`` limited to the upper ones leave the lower layers bit-identical to the base, whose KV they then share exactly.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from kvkin.kv.errors import ConfigError
+from kvkin.tools.finetune_card import Card, write_card
+from kvkin.tools.finetune_data import Corpus, Probe, Prompts, Sample, epoch_samples, read_qa, read_text
+from kvkin.tools.finetune_probes import METRICS, Scores, gain, probes, run_probes
+from kvkin.tools.finetune_progress import Reporter
+from kvkin.tools.smollm2 import prepare_base
+
+if TYPE_CHECKING:
+    from kvkin.tools.finetune_loop import Progress
+
+ADAPTER_FILE = "adapter_model.safetensors"
+CHECKPOINT_FILE = "checkpoint.pt"
+EXIT_INTERRUPTED = 130  # what a shell shows after Ctrl-C
+# Settings that do not change what is trained: a resumed run may choose them anew.
+_FREE_ON_RESUME = {"base", "data", "out", "threads", "eval_samples", "resume", "overwrite", "data_note"}
+
+
+@dataclass(frozen=True)
+class Finetune:
+    """Train a LoRA adapter on question answering (SQuAD format) or plain text, and score it before and after."""
+
+    task: Literal["qa", "code"]
+    """What is learned: extractive question answering, or the continuation of plain text such as source code."""
+
+    data: str
+    """qa: a SQuAD-format JSON file. code: a folder or file of text, or 'stdlib' for this Python's own sources."""
+
+    out: Path
+    """Folder for the adapter and its card; while a run is unfinished it holds the checkpoint too."""
+
+    base: Path | None = None
+    """Folder of the base model (safetensors with tokenizer); default: SmolLM2-135M-Instruct, converted on first use."""
+
+    base_name: str = ""
+    """Name of the base that the adapter's config refers to; default: the base folder's own name."""
+
+    rank: int = 16
+    """Rank of the LoRA matrices (1 to 256)."""
+
+    alpha: float | None = None
+    """LoRA scale times rank; default: twice the rank."""
+
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Names of the linear modules that get LoRA matrices."""
+
+    layers: str = "all"
+    """Layers that the adapter touches, half-open: '15-30' is layer 15 up to and without 30."""
+
+    learning_rate: float = 5e-4
+    """Peak learning rate of AdamW, after a linear warm-up and before a cosine decay to a tenth."""
+
+    epochs: int = 3
+    """Passes over the training split, unless max_tokens_budget ends the run before."""
+
+    max_tokens_budget: int = 200_000
+    """Tokens to read in training at most, over all epochs."""
+
+    seq_len: int = 1024
+    """Tokens of a training sequence at most."""
+
+    batch_samples: int = 4
+    """Sequences per optimizer step."""
+
+    seed: int = 0
+    """Seed of the adapter's start values and of the order of the samples; the split does not depend on it."""
+
+    threads: int = 0
+    """CPU threads of torch; 0 leaves torch's own choice."""
+
+    eval_samples: int = 160
+    """Held-out prompts on which base and fine-tune are scored; 0 scores nothing."""
+
+    data_note: str = ""
+    """Origin and licence of the data, quoted in the card."""
+
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Continue the interrupted run in out, from its checkpoint."""
+
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Replace an adapter or checkpoint that out already holds."""
+
+    def run(self) -> int:
+        """Train, save, score, write the card. Returns the exit code: 0, or 130 after Ctrl-C with a checkpoint kept."""
+        self.check()
+        from kvkin.tools.finetune_loop import Interrupted, StopRequest
+
+        reporter = Reporter()
+        with StopRequest().listening() as stop:
+            try:
+                self._run(stop, reporter)
+            except Interrupted:
+                reporter.say(f"stopped; checkpoint kept. Continue with --resume (out: {self.out})")
+                return EXIT_INTERRUPTED
+        return 0
+
+    def check(self) -> None:
+        """ConfigError for a setting that cannot be used, naming it and what is allowed."""
+        at_least: dict[str, tuple[float, float]] = {
+            "rank": (self.rank, 1),
+            "epochs": (self.epochs, 1),
+            "max_tokens_budget": (self.max_tokens_budget, 1),
+            "seq_len": (self.seq_len, 16),
+            "batch_samples": (self.batch_samples, 1),
+            "threads": (self.threads, 0),
+            "eval_samples": (self.eval_samples, 0),
+        }
+        for key, (value, least) in at_least.items():
+            if value < least:
+                raise ConfigError(key, f"{value} is too small", f"{least} or more")
+        if self.rank > 256:
+            raise ConfigError("rank", f"{self.rank} is too large", "1 to 256")
+        if not 0 < self.learning_rate < 1:
+            raise ConfigError("learning_rate", f"{self.learning_rate}", "above 0 and below 1")
+        if self.alpha is not None and not self.alpha > 0:
+            raise ConfigError("alpha", f"{self.alpha}", "above 0")
+        if self.task not in METRICS:
+            raise ConfigError("task", repr(self.task), ", ".join(METRICS))
+        if self.base is not None and not (self.base / "config.json").is_file():
+            raise ConfigError("base", f"{self.base} holds no config.json", "a folder with a checkpoint in safetensors")
+        if self.resume and self.overwrite:
+            raise ConfigError("resume", "given together with overwrite", "one of them")
+        for file in (ADAPTER_FILE, CHECKPOINT_FILE):
+            if (self.out / file).exists() and not (self.overwrite or self.resume):
+                raise ConfigError("out", f"{self.out} already holds {file}", "--resume, --overwrite or another folder")
+
+    def _run(self, stop: Any, reporter: Reporter) -> None:
+        import torch
+        from transformers import AutoTokenizer
+
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        base = self.base if self.base is not None else prepare_base(Path.cwd())
+        prompts = Prompts(AutoTokenizer.from_pretrained(str(base)))
+        corpus = read_qa(Path(self.data)) if self.task == "qa" else read_text(self.data)
+        sizes = {name: len(groups) for name, groups in corpus.splits.items()}
+        reporter.say(f"{corpus.label}: {len(corpus.items)} texts; groups per split: {sizes}")
+        self.out.mkdir(parents=True, exist_ok=True)
+        progress = self._train(base, corpus, prompts, stop, reporter)
+        held_out = probes(corpus, prompts, count=self.eval_samples, seq_len=self.seq_len) if self.eval_samples else []
+        before, after, texts = self._score(base, prompts, held_out, stop, reporter)
+        write_card(
+            self.out,
+            Card(
+                settings={key: _plain(value) for key, value in asdict(self).items() if key not in _FREE_ON_RESUME},
+                base=base,
+                base_name=self.base_name or base.name,
+                data_note=self.data_note,
+                corpus=corpus,
+                progress=progress,
+                metric=METRICS[self.task].name,
+                probes=held_out,
+                before=before,
+                after=after,
+                texts=texts,
+            ),
+        )
+        if held_out:
+            reporter.say(f"{METRICS[self.task].name}: {before.of()} -> {after.of()}; gain {gain(before, after)}")
+        (self.out / CHECKPOINT_FILE).unlink()
+        reporter.say(f"done: {self.out}")
+
+    def _samples(self, corpus: Corpus, prompts: Prompts) -> list[Sample]:
+        """The whole run's samples, cut off where the token budget ends."""
+        samples: list[Sample] = []
+        tokens = 0
+        for epoch in range(self.epochs):
+            for sample in epoch_samples(corpus, prompts, epoch=epoch, seed=self.seed, seq_len=self.seq_len):
+                tokens += len(sample.ids)
+                if tokens > self.max_tokens_budget and samples:
+                    return samples
+                samples.append(sample)
+        if not samples:
+            raise ConfigError("seq_len", f"{self.seq_len} tokens leave no sample with a target", "more tokens")
+        return samples
+
+    def _train(self, base: Path, corpus: Corpus, prompts: Prompts, stop: Any, reporter: Reporter) -> Progress:
+        from kvkin.tools.finetune_adapter import add_adapter, save_adapter
+        from kvkin.tools.finetune_loop import Trainer
+
+        samples = self._samples(corpus, prompts)
+        model = add_adapter(
+            base,
+            rank=self.rank,
+            alpha=2 * self.rank if self.alpha is None else self.alpha,
+            targets=self.targets,
+            layers=self.layers,
+            seed=self.seed,
+        )
+        fingerprint = {key: _plain(value) for key, value in asdict(self).items() if key not in _FREE_ON_RESUME}
+        trainer = Trainer(
+            model,
+            samples,
+            batch_samples=self.batch_samples,
+            learning_rate=self.learning_rate,
+            checkpoint=self.out / CHECKPOINT_FILE,
+            fingerprint=fingerprint | {"data_digest": corpus.digest},
+        )
+        if self.resume:
+            trainer.restore()
+        with reporter.training(samples, self.batch_samples, trainer.progress) as on_sample:
+            progress = trainer.run(stop, on_sample)
+        save_adapter(model, self.out, base_name=self.base_name or base.name)
+        return progress
+
+    def _score(
+        self, base: Path, prompts: Prompts, held_out: list[Probe], stop: Any, reporter: Reporter
+    ) -> tuple[Scores, Scores, tuple[list[str], list[str]]]:
+        """Scores of the base, and of the same fresh base with the adapter as it lies on disk."""
+        from kvkin.tools.finetune_adapter import load_adapter, load_base
+
+        if not held_out:
+            return Scores((), ()), Scores((), ()), ([], [])
+        model = load_base(base)
+        with reporter.scoring("base", len(held_out)) as on_prompt:
+            before, old = run_probes(model, prompts, held_out, METRICS[self.task], _stoppable(on_prompt, stop))
+        model = load_adapter(model, self.out)
+        with reporter.scoring("fine-tune", len(held_out)) as on_prompt:
+            after, new = run_probes(model, prompts, held_out, METRICS[self.task], _stoppable(on_prompt, stop))
+        return before, after, (old, new)
+
+
+def _stoppable(on_prompt: Any, stop: Any) -> Any:
+    """``on_prompt`` that ends the scoring when a stop was asked for; the finished training's checkpoint stays."""
+    from kvkin.tools.finetune_loop import Interrupted
+
+    def wrapped(count: int) -> None:
+        on_prompt(count)
+        if stop.requested:
+            raise Interrupted
+
+    return wrapped
+
+
+def _plain(value: object) -> object:
+    """``value`` as JSON and torch.load know it: tuples become lists."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+@contextmanager
+def _errors_as_exit() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        print(f"kvkin finetune: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def main() -> int:
+    """``python -m kvkin.tools.finetune``: the same as ``kvkin finetune``."""
+    with _errors_as_exit():
+        return tyro.cli(Finetune, prog="kvkin finetune").run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
