@@ -1,0 +1,109 @@
+"""From a prepared prompt to a decision: asks index and policy, and words the messages that carry the decision out.
+
+Pure; the core's only way to the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvkin.router.index import Match, PrefixIndex
+from kvkin.router.membership import Membership
+from kvkin.router.orders import Order
+from kvkin.router.policy_types import ClusterView, Decision, OrderRequest, PolicyRequest, PolicySettings
+from kvkin.router.prompts import Prompt
+from kvkin.router.requests import Request
+from kvkin.router.settings import RouterSettings, family_views
+from kvkin.transport.messages import Reuse
+from kvkin.transport.node_messages import Execute, PrefillOrder
+
+Choose = Callable[[PolicyRequest, Sequence[Match], ClusterView, PolicySettings], Decision]
+
+
+class Planner:
+    """Binds index, membership and policy together for one router."""
+
+    def __init__(self, settings: RouterSettings, index: PrefixIndex, membership: Membership, choose: Choose) -> None:
+        self._settings, self._index, self._membership, self._choose = settings, index, membership, choose
+        self._families = family_views(settings)
+
+    def decide(self, request: Request, order_id: str, now: float) -> Decision:
+        """Raises NodeUnavailable if no node can run the request now."""
+        prompt, message = prompt_of(request), request.message
+        model, family = self._settings.models[message.model], self._settings.family_of(message.model)
+        reusing = message.reuse is not Reuse.OFF
+        fan_out = self._index.fan_out(family.name, model.name, prompt.hashes, now) if reusing else ()
+        if request.attempt == 0 and reusing and message.publish:
+            # a request that neither hits nor publishes is a measurement, not a sign of what is popular
+            self._index.observe(family.name, model.name, prompt.hashes, now)
+        asked = PolicyRequest(
+            model=model.name,
+            family=family.name,
+            lineage=model.lineage,
+            num_tokens=len(prompt.token_ids),
+            block_size=family.layout.block_size,
+            num_blocks=len(prompt.hashes),
+            num_layers=family.layout.num_layers,
+            reuse=message.reuse,
+            max_loss=message.max_loss,
+            publish=message.publish,
+            share_hint=message.share_hint,
+            fan_out=fan_out,
+            order_id=order_id,
+            deadline_s=request.deadline_at - now,
+        )
+        matches = self._index.match(prompt.hashes, prompt.root) if reusing else []
+        view = ClusterView(self._membership.views(now, request.failed_incarnations), self._families)
+        return self._choose(asked, matches, view, self._settings.policy)
+
+    def execute(self, request: Request, decision: Decision, now: float) -> Execute:
+        """The message to the decode node; ``request.attempt_id`` names it."""
+        prompt, message = prompt_of(request), request.message
+        nodes = {node for segment in decision.plan.segments for node in segment.nodes}
+        members = [member for member in map(self._membership.member, sorted(nodes)) if member is not None]
+        return Execute(
+            request_id=request.attempt_id,
+            model=message.model,
+            token_ids=prompt.token_ids,
+            root=prompt.root,
+            plan=decision.plan,
+            sampling=message.sampling,
+            publish=message.publish,
+            deadline_s=request.deadline_at - now,
+            source_addresses={member.name: member.registration.source_address for member in members},
+            hash_ms=prompt.hash_ms,
+            route_ms=request.route_ms,
+        )
+
+    def order(self, request: Request, wanted: OrderRequest, now: float) -> tuple[Order, PrefillOrder] | None:
+        """The order's record and message, already announced to the index; None if its node is gone by now."""
+        member = self._membership.member(wanted.node)
+        if member is None or self._membership.member_of(member.peer) is None:
+            return None
+        prompt = prompt_of(request)
+        block_size = self._settings.family_of(request.message.model).layout.block_size
+        hashes = prompt.hashes[: wanted.num_blocks]
+        self._index.announce(wanted.node, wanted.order_id, hashes, wanted.provenance, wanted.kv_layers, wanted.e_layers)
+        deadline_s = self._settings.timeouts.order_s
+        context = context_of(request, wanted)
+        record = Order(wanted.order_id, wanted.node, member.peer, context, now + deadline_s)
+        message = PrefillOrder(
+            order_id=wanted.order_id,
+            model=wanted.model,
+            token_ids=prompt.token_ids[: wanted.num_blocks * block_size],
+            root=prompt.root,
+            deadline_s=deadline_s,
+            background=wanted.background,
+        )
+        member.dispatched(len(message.token_ids), now)
+        return record, message
+
+
+def context_of(request: Request, wanted: OrderRequest) -> tuple[str, bytes]:
+    """What an order computes: two orders of the same context are one."""
+    return wanted.model, prompt_of(request).hashes[wanted.num_blocks - 1]
+
+
+def prompt_of(request: Request) -> Prompt:
+    assert request.prompt is not None, f"{request.request_id} is not prepared"
+    return request.prompt
