@@ -97,6 +97,10 @@ class Engine(Protocol):
 
     def layout(self, model: str) -> KVLayout: ...
 
+    def plan_execution(self, model: str, plan: ReusePlan) -> PlanExecution:
+        """A fresh execution of ``plan`` as this engine would cut it: for its chunks and pairs. Raises InvalidRequest."""
+        ...
+
     def submit(self, request: EngineRequest, sink: EngineSink) -> PlanExecution:
         """Queue a request; returns its execution, to be read for its chunks and pairs only. Raises InvalidRequest."""
         ...

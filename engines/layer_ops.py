@@ -61,7 +61,7 @@ class ReferenceOps:
         kv_heads: int = config.num_key_value_heads
         self.planes: tuple[Plane, ...] = (Plane("k", kv_heads, self._head_dim), Plane("v", kv_heads, self._head_dim))
         self._grouped = kv_heads != self._heads
-        self._windows: list[int | None] = [getattr(layer.self_attn, "sliding_window", None) for layer in self._layers]
+        self._windows: list[int | None] = [_window_of(layer.self_attn, config) for layer in self._layers]
         weight = attention.k_proj.weight
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = weight.dtype
@@ -138,6 +138,14 @@ class ReferenceOps:
 def layout_of(ops: LayerOps, block_size: int) -> KVLayout:
     """The KV layout that this model's blocks have on the wire."""
     return KVLayout(ops.num_layers, ops.planes, ops.hidden_size, str(ops.dtype).removeprefix("torch."), block_size)
+
+
+def _window_of(attention: Any, config: Any) -> int | None:
+    """A layer's sliding window. Qwen's attention knows its own; Mistral's and Mixtral's take the config's in every layer."""
+    if config.model_type in ("mistral", "mixtral"):
+        window: int | None = config.sliding_window
+        return window
+    return getattr(attention, "sliding_window", None)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

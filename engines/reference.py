@@ -63,17 +63,20 @@ class ReferenceEngine:
 
     # --- from any thread -------------------------------------------------------------------------------------------------
 
-    def submit(self, request: EngineRequest, sink: EngineSink) -> PlanExecution:
-        model = self._models.get(request.model)
-        if model is None:
-            raise InvalidRequest(f"model {request.model!r} is not on this node (allowed: {', '.join(self.models)})")
+    def plan_execution(self, model: str, plan: ReusePlan) -> PlanExecution:
+        loaded = self._models.get(model)
+        if loaded is None:
+            raise InvalidRequest(f"model {model!r} is not on this node (allowed: {', '.join(self.models)})")
         try:
-            planned = PlanExecution(request.plan, model.ops.num_layers, self._chunk_tokens)
+            return PlanExecution(plan, loaded.ops.num_layers, self._chunk_tokens)
         except ValueError as error:
             raise InvalidRequest(f"plan: {error}") from None
+
+    def submit(self, request: EngineRequest, sink: EngineSink) -> PlanExecution:
+        planned = self.plan_execution(request.model, request.plan)
         if planned.plan.num_tokens != len(request.token_ids):
             raise InvalidRequest(f"plan covers {planned.plan.num_tokens} of {len(request.token_ids)} tokens")
-        self._post(lambda: self._admit(request, sink, model))
+        self._post(lambda: self._admit(request, sink, self._models[request.model]))
         return planned
 
     def arrived(self, request_id: str, arrival: Arrival) -> None:

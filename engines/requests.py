@@ -77,10 +77,12 @@ class RunningRequest:
     # --- what the node says --------------------------------------------------------------------------------------------
 
     def arrived(self, arrival: Arrival) -> None:
-        if self._prefilled:
+        # late data of a plan given up, and repeated data, must not touch what was computed since
+        if not self.execution.expects(arrival.chunk, arrival.layer):
             return
         if arrival.layer == E_LAYER:
-            states = [self.space.load_e(start, data, self._layout) for start, data in arrival.parts]
+            parts = sorted(arrival.parts, key=lambda part: part[0])
+            states = [self.space.load_e(start, data, self._layout) for start, data in parts]
             self._hidden[arrival.chunk] = torch.cat(states) if len(states) > 1 else states[0]
         else:
             for start, data in arrival.parts:

@@ -105,6 +105,7 @@ class NodeRuntime:
         port = self.holder.address.rsplit(":", 1)[1]
         self.source_address = f"tcp://{settings.host}:{port}"
         self.links = HolderLinks(self.context)
+        self._kept: set[asyncio.Future[None]] = set()
         self._load = load
         self.routers = RouterLinks(
             [
@@ -127,6 +128,11 @@ class NodeRuntime:
             layout=self.settings.layout,
             transition_layers=self.settings.transition_layers,
         )
+
+    def keep(self, task: asyncio.Future[None]) -> None:
+        """Hold on to a background task until it is done; ``close`` waits for those that are left."""
+        self._kept.add(task)
+        task.add_done_callback(self._kept.discard)
 
     def memory_load(self) -> NodeLoad:
         """The part of the load that the memory knows."""
@@ -164,7 +170,9 @@ class NodeRuntime:
     async def close(self) -> None:
         """Leave the routers, close every socket and peer, give the memory back."""
         self.routers.close()
+        # closing the peers settles what is still in flight, and with it the tasks that wait for that
         await self.links.close()
+        await asyncio.gather(*self._kept, return_exceptions=True)
         self.holder.close()
         await self.memory.close()
         self.context.destroy(linger=200)

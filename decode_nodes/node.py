@@ -1,0 +1,324 @@
+"""The decode node: executes reuse plans, generates, publishes what it computed.
+
+Thin IO around ``decode_nodes.core``: one asyncio loop for sockets and pulls, the engine on its own thread. Started by
+``kvkin decode``; several of them, a prefill node and a router can live in one process (``kvkin ask --local``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import structlog
+
+from kvkin.decode_nodes.core import (
+    AbortReceived,
+    Complete,
+    DecodeCore,
+    EngineFailed,
+    EngineFinished,
+    Event,
+    ExecuteReceived,
+    Fail,
+    FallBack,
+    PromptReady,
+    PublishPrompt,
+    SourceFailed,
+    Start,
+    Tick,
+)
+from kvkin.decode_nodes.publication import Publisher
+from kvkin.decode_nodes.report import fallback_plan, reuse_report, timings
+from kvkin.decode_nodes.sources import PlanSources
+from kvkin.engines.api import Counters, Engine, EngineRequest, Result
+from kvkin.engines.workspace import Workspace
+from kvkin.kv.errors import KvkinError
+from kvkin.kv.execution import Unit
+from kvkin.kv.generation import TokenLogprob
+from kvkin.kv.hashing import block_hashes
+from kvkin.kv.plan import ReusePlan, private_plan
+from kvkin.transport.data_plane import Transport
+from kvkin.transport.messages import NodeLoad
+from kvkin.transport.node_messages import Abort, Done, Drain, Execute, Failed, Generated, RouterToNode
+from kvkin.transport.node_runtime import NodeRuntime, NodeSettings
+from kvkin.transport.router_link import RouterLink
+
+log = structlog.get_logger()
+
+
+@dataclass
+class Running:
+    """A request on this node. ``plan`` is the one that is executed (the fallback, once a source failed)."""
+
+    execute: Execute
+    link: RouterLink
+    plan: ReusePlan
+    received: float
+    started: float = 0.0
+    sources: list[PlanSources] = field(default_factory=list)
+    publisher: Publisher | None = None
+    publishing: asyncio.Future[None] | None = None
+    fallback: str = ""
+    result: tuple[Result, Workspace, Counters] | None = None
+    space: Workspace | None = None
+
+
+class DecodeNode:
+    """One decode node. ``serve`` runs it until ``stop`` is set."""
+
+    def __init__(self, settings: NodeSettings, engine: Engine, transport: Transport | None = None) -> None:
+        self.settings, self._engine = settings, engine
+        self.runtime = NodeRuntime(settings, self._on_message, self.load, transport)
+        self.core = DecodeCore(settings.max_running, settings.max_queue)
+        self._requests: dict[str, Running] = {}
+        self._compute_rate = 0.0
+        self._pull_rate = 0.0
+        self._loop = asyncio.get_running_loop()
+
+    def load(self) -> NodeLoad:
+        queued = [running for running in self._requests.values() if not running.started]
+        return msgspec.structs.replace(
+            self.runtime.memory_load(),
+            running=self.core.running,
+            waiting=self.core.waiting,
+            queued_tokens=sum(len(running.execute.token_ids) for running in queued),
+            prefill_layer_tokens_per_s=self._compute_rate,
+            pull_bytes_per_s=self._pull_rate,
+            fallbacks=self.core.fallbacks,
+            finished=self.core.finished,
+            failed=self.core.failed,
+        )
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Serve until ``stop``; requests that still run get an error. Raises ConfigError if a router refuses us."""
+        ticking = asyncio.create_task(self._tick_forever())
+        try:
+            await self.runtime.serve(stop)
+        finally:
+            ticking.cancel()
+            for request_id in list(self._requests):
+                self._do(EngineFailed(request_id, "node_unavailable", f"{self.settings.name} is stopping", True))
+            await asyncio.to_thread(self._engine.close)
+            await self.runtime.close()
+
+    # --- events in, instructions out ---------------------------------------------------------------------------------
+
+    def _on_message(self, link: RouterLink, message: RouterToNode) -> None:
+        match message:
+            case Execute():
+                now = time.monotonic()
+                self._requests.setdefault(message.request_id, Running(message, link, message.plan, now))
+                self._do(ExecuteReceived(message, now))
+            case Abort(request_id, reason):
+                self._do(AbortReceived(request_id, reason))
+            case Drain():
+                self.runtime.routers.drain()
+            case _:
+                log.warning("message is not for a decode node", kind=type(message).__name__)
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(0.2)
+            self._do(Tick(time.monotonic()))
+
+    def _do(self, event: Event) -> None:
+        for instruction in self.core.handle(event):
+            running = self._requests[instruction.request_id]
+            match instruction:
+                case Start():
+                    self._start(running)
+                case FallBack(_, reason):
+                    self._fall_back(running, reason)
+                case PublishPrompt():
+                    self._prompt_ready(running)
+                case Complete(request_id):
+                    del self._requests[request_id]
+                    self._spawn(self._complete(running))
+                case Fail(request_id, code, message, retryable):
+                    del self._requests[request_id]
+                    self._engine.cancel(request_id, message)
+                    self._spawn(self._release(running))
+                    running.link.send(Failed(request_id, code, message, retryable))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self.runtime.keep(asyncio.ensure_future(work))
+
+    # --- a request -----------------------------------------------------------------------------------------------------
+
+    def _start(self, running: Running) -> None:
+        execute = running.execute
+        running.started = time.monotonic()
+        request = EngineRequest(
+            execute.request_id,
+            execute.model,
+            execute.token_ids,
+            execute.plan,
+            execute.sampling,
+            self.settings.transition_layers if execute.publish else (),
+        )
+        sink = _Sink(self, execute.request_id)
+        try:
+            running.plan.validate(self.settings.layout.num_layers)
+            self._engine.submit(request, sink)
+        except (KvkinError, ValueError) as error:
+            code = error.code if isinstance(error, KvkinError) else "invalid_request"
+            self._loop.call_soon(self._do, EngineFailed(execute.request_id, code, str(error), False))
+            return
+        running.publisher = Publisher(self.runtime, self._engine, execute.model, execute.root)
+        self._pull(running)
+
+    def _pull(self, running: Running) -> None:
+        """Start the pulls of the plan; a plan that cannot begin is a failed source."""
+        execute = running.execute
+        size = self.settings.layout.block_size
+        execution = self._engine.plan_execution(execute.model, running.plan)
+        sources = PlanSources(
+            self.runtime,
+            f"{execute.request_id}.{len(running.sources)}",
+            execute.model,
+            block_hashes(execute.token_ids, execute.root, size),
+            execution,
+            execute.source_addresses,
+            lambda arrival: self._engine.arrived(execute.request_id, arrival),
+            lambda reason: self._do(SourceFailed(execute.request_id, reason)),
+        )
+        running.sources.append(sources)
+        try:
+            sources.start()
+        except KvkinError as error:
+            why = str(error)
+            self._loop.call_soon(self._do, SourceFailed(execute.request_id, why))
+
+    def _fall_back(self, running: Running, reason: str) -> None:
+        log.warning("falling back to a private prefill", request=running.execute.request_id, why=reason)
+        # what this node holds itself is kept the first time; if that is gone as well, nothing is
+        first, running.fallback = not running.fallback, running.fallback or reason
+        running.sources[-1].stop()
+        why = f"fallback: {running.fallback}"
+        if first:
+            running.plan = fallback_plan(running.plan, self.settings.name, why)
+        else:
+            running.plan = private_plan(running.plan.num_tokens, why)
+        self._engine.replan(running.execute.request_id, running.plan)
+        self._pull(running)
+
+    def _prompt_ready(self, running: Running) -> None:
+        if running.execute.publish and running.space is not None:
+            running.publishing = asyncio.ensure_future(self._publish(running, running.execute.token_ids, running.space))
+            self.runtime.keep(running.publishing)
+        else:
+            self._stop_sources(running)
+
+    async def _publish(self, running: Running, tokens: tuple[int, ...], space: Workspace) -> None:
+        assert running.publisher is not None
+        await running.publisher.publish(tokens, running.plan, running.sources[-1].scratch, space)
+        self._stop_sources(running)
+
+    async def _complete(self, running: Running) -> None:
+        """Publish the answer, then say that it is complete: the next turn must find it."""
+        assert running.result is not None
+        result, space, counters = running.result
+        execute = running.execute
+        if running.publishing is not None:
+            await running.publishing
+        if execute.publish:
+            await self._publish(running, (*execute.token_ids, *result.token_ids[:-1]), space)
+        self._measure(running, counters)
+        report = reuse_report(
+            running.plan, execute, running.sources, counters, self._lineage_id(execute), running.fallback
+        )
+        running.link.send(
+            Done(
+                execute.request_id,
+                result.text,
+                result.token_ids,
+                result.finish_reason,
+                timings(running.received, running.started, execute, running.sources, counters),
+                report,
+                result.logprobs,
+            )
+        )
+
+    def _lineage_id(self, execute: Execute) -> bytes:
+        return self.settings.lineage(execute.model).id
+
+    def _stop_sources(self, running: Running) -> None:
+        for sources in running.sources:
+            sources.stop()
+
+    async def _release(self, running: Running) -> None:
+        if running.publishing is not None:
+            await asyncio.gather(running.publishing, return_exceptions=True)
+        self._stop_sources(running)
+
+    def _measure(self, running: Running, counters: Counters) -> None:
+        """Moving averages for the router's cost model."""
+        seconds = counters.recompute_s + counters.suffix_s
+        if seconds > 0 and counters.computed_layer_tokens >= 64 * self.settings.layout.num_layers:
+            self._compute_rate = _average(self._compute_rate, counters.computed_layer_tokens / seconds)
+        pulled = sum(sources.total_bytes for sources in running.sources)
+        pull_s = max((sources.pull_seconds for sources in running.sources), default=0.0)
+        # a pull that waits for a live prefill or a busy engine says nothing about the link: only the best rates count
+        if pulled and pull_s > 0:
+            self._pull_rate = max(0.9 * self._pull_rate, pulled / pull_s)
+
+    # --- from the engine's sink (already on the loop) --------------------------------------------------------------------
+
+    def prefilled(self, request_id: str) -> None:
+        self._do(PromptReady(request_id))
+
+    def first_space(self, request_id: str, space: Workspace) -> None:
+        running = self._requests.get(request_id)
+        if running is not None:
+            running.space = space
+
+    def generated(self, message: Generated) -> None:
+        running = self._requests.get(message.request_id)
+        if running is not None:
+            running.link.send(message)
+
+    def ended(self, result: Result, space: Workspace, counters: Counters) -> None:
+        running = self._requests.get(result.request_id)
+        if running is not None:
+            running.result = (result, space, counters)
+            self._do(EngineFinished(result.request_id))
+
+    def broke(self, request_id: str, error: Exception) -> None:
+        code = error.code if isinstance(error, KvkinError) else "internal"
+        if code == "internal":
+            log.error("request failed in the engine", request=request_id, error=repr(error))
+        self._do(EngineFailed(request_id, code, str(error) or repr(error), False))
+
+
+def _average(old: float, new: float) -> float:
+    return new if not old else 0.7 * old + 0.3 * new
+
+
+class _Sink:
+    """Hands engine events of one request to the node's loop."""
+
+    def __init__(self, node: DecodeNode, request_id: str) -> None:
+        self._node, self._request_id, self._loop = node, request_id, asyncio.get_running_loop()
+        self._seen = False
+
+    def unit_done(self, request_id: str, unit: Unit, space: Workspace) -> None:
+        if not self._seen:
+            self._seen = True
+            self._loop.call_soon_threadsafe(self._node.first_space, request_id, space)
+
+    def prefilled(self, request_id: str) -> None:
+        self._loop.call_soon_threadsafe(self._node.prefilled, request_id)
+
+    def tokens(self, request_id: str, index: int, token_id: int, text: str, logprob: TokenLogprob | None) -> None:
+        logprobs = () if logprob is None else (logprob,)
+        self._loop.call_soon_threadsafe(self._node.generated, Generated(request_id, index, (token_id,), text, logprobs))
+
+    def finished(self, result: Result, space: Workspace, counters: Counters) -> None:
+        self._loop.call_soon_threadsafe(self._node.ended, result, space, counters)
+
+    def failed(self, request_id: str, error: Exception) -> None:
+        self._loop.call_soon_threadsafe(self._node.broke, request_id, error)

@@ -1,0 +1,156 @@
+"""Publication: turning what a request pulled and computed into blocks that later turns and other agents hit.
+
+Provenance is honest: it follows from the plan that was executed (``kv.plan.provenances``), tainted segments stay tainted, and so
+does everything computed after them. Pulled bytes are adopted where they landed; computed rows are copied out of the workspace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from kvkin.decode_nodes.sources import Scratch
+from kvkin.engines.api import Engine
+from kvkin.engines.arena_copies import store_layer, store_states
+from kvkin.engines.workspace import Workspace
+from kvkin.kv.errors import CapacityError
+from kvkin.kv.hashing import extend_hashes
+from kvkin.kv.plan import ReusePlan, provenances
+from kvkin.kv.provenance import Provenance
+from kvkin.transport.node_runtime import NodeRuntime
+
+log = structlog.get_logger()
+
+
+@dataclass
+class _Item:
+    """One block to publish: its slot, which layers and which E must still be copied out of the workspace."""
+
+    entry: tuple[bytes, bytes, Provenance, int]
+    slot: int
+    copy_layers: Sequence[int]
+    e_slots: dict[int, int] = field(default_factory=dict)
+    copy_e: dict[int, int] = field(default_factory=dict)
+
+
+def block_chain(
+    tokens: Sequence[int], root: bytes, size: int, plan: ReusePlan, lineage_id: bytes
+) -> list[tuple[bytes, bytes, Provenance, int]]:
+    """(hash, parent, provenance, position) of every full block; tokens after the plan continue its last segment."""
+    hashes = extend_hashes(root, tokens, size)
+    folded = provenances(plan, lineage_id)
+    chain = []
+    segment = 0
+    for index, block in enumerate(hashes):
+        while segment + 1 < len(plan.segments) and plan.segments[segment].stop <= index * size:
+            segment += 1
+        chain.append((block, hashes[index - 1] if index else root, folded[segment], index * size))
+    return chain
+
+
+class Publisher:
+    """Publishes one request's blocks, in two steps: the prompt when it is prefilled, the answer when it is complete."""
+
+    def __init__(self, runtime: NodeRuntime, engine: Engine, model: str, root: bytes) -> None:
+        self._runtime, self._engine, self._root = runtime, engine, root
+        self._lineage_id = runtime.settings.lineage(model).id
+        self._published = 0
+
+    async def publish(
+        self, tokens: Sequence[int], plan: ReusePlan, scratch: dict[int, Scratch], space: Workspace
+    ) -> int:
+        """Publish the full blocks of ``tokens`` that are not yet published; returns how many blocks are new here.
+
+        Takes the slots that it adopts out of ``scratch``. Without room for copies it publishes what fits: the blocks' worth
+        is in later requests, this one is never held up for it.
+        """
+        size = self._runtime.settings.layout.block_size
+        chain = block_chain(tokens, self._root, size, plan, self._lineage_id)
+        items, whole = self._collect(chain, plan, scratch, space)
+        if items:
+            await asyncio.wrap_future(self._engine.call(lambda: self._copy(items, space)))
+        new = self._adopt(items)
+        self._published = max(self._published, whole)
+        self._runtime.routers.flush()
+        return new
+
+    def _collect(
+        self,
+        chain: list[tuple[bytes, bytes, Provenance, int]],
+        plan: ReusePlan,
+        scratch: dict[int, Scratch],
+        space: Workspace,
+    ) -> tuple[list[_Item], int]:
+        size, store = self._runtime.settings.layout.block_size, self._runtime.store
+        num_layers = self._runtime.settings.layout.num_layers
+        items: list[_Item] = []
+        for index in range(self._published, len(chain)):
+            entry = chain[index]
+            if store.get(entry[0], entry[2].key) is not None:
+                continue
+            position = entry[3]
+            number = next((n for n, s in enumerate(plan.segments) if s.start <= position < s.stop), None)
+            landed = scratch.get(number) if number is not None else None
+            segment = plan.segments[number] if number is not None else None
+            try:
+                if segment is not None and segment.sources and landed is not None:
+                    offset = (position - segment.start) // size
+                    item = _Item(entry, landed.kv_slots[offset], segment.recomputed_layers(num_layers))
+                    landed.kv_slots[offset] = -1
+                    if segment.e_layer is not None:
+                        item.e_slots[segment.e_layer] = landed.e_slots[offset]
+                        landed.e_slots[offset] = -1
+                else:
+                    item = _Item(entry, store.take_scratch(1, 0)[0][0], range(num_layers))
+                items.append(item)
+                self._collect_e(item, position, space)
+            except CapacityError as error:
+                log.info("not everything is published", why=str(error))
+                return items, index
+        return items, len(chain)
+
+    def _collect_e(self, item: _Item, position: int, space: Workspace) -> None:
+        size, store = self._runtime.settings.layout.block_size, self._runtime.store
+        for layer in self._runtime.settings.transition_layers:
+            if layer not in item.e_slots and space.has_e(layer, position, position + size):
+                try:
+                    item.copy_e[layer] = store.take_scratch(0, 1)[1][0]
+                except CapacityError:
+                    return
+
+    def _copy(self, items: list[_Item], space: Workspace) -> None:
+        """On the engine thread: rows into slots that nobody else can see yet; neighbours in one go."""
+        arena = self._runtime.memory.arena
+        for run in _neighbours(items, arena.layout.block_size):
+            first = run[0]
+            for layer in first.copy_layers:
+                store_layer(arena, space, layer, first.entry[3], [item.slot for item in run])
+        for item in items:
+            for layer, slot in item.copy_e.items():
+                store_states(arena, space, layer, item.entry[3], [slot])
+
+    def _adopt(self, items: list[_Item]) -> int:
+        store, now, new = self._runtime.store, time.monotonic(), 0
+        for item in items:
+            e_slots = item.e_slots | item.copy_e
+            if store.adopt(item.entry, item.slot, e_slots, now):
+                new += 1
+            else:
+                store.give_scratch([item.slot], list(e_slots.values()))
+        return new
+
+
+def _neighbours(items: list[_Item], size: int) -> list[list[_Item]]:
+    """Runs of items that follow each other in the prompt and copy the same layers."""
+    runs: list[list[_Item]] = []
+    for item in items:
+        last = runs[-1][-1] if runs else None
+        if last and last.entry[3] + size == item.entry[3] and list(last.copy_layers) == list(item.copy_layers):
+            runs[-1].append(item)
+        else:
+            runs.append([item])
+    return runs
