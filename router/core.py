@@ -106,6 +106,11 @@ class RouterCore:
     def num_requests(self) -> int:
         return len(self._requests)
 
+    @property
+    def decided(self) -> list[Instruction]:
+        """What the last ``handle`` decided, even if it failed half-way: replies that are owed are still sent."""
+        return self._out
+
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """What to do about ``event``, in this order."""
         self._out, self._now = [], now

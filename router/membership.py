@@ -154,6 +154,10 @@ class Member:
     def models(self) -> tuple[str, ...]:
         return tuple(model.name for model in self.registration.models)
 
+    def repeats(self, message: Register) -> bool:
+        """Whether the message says nothing new: the same registration, and no holdings came since the last one."""
+        return message == self.registration and self.order.epoch < 0
+
     def dispatched(self, num_tokens: int, now: float) -> None:
         """Work was sent that no heartbeat tells of yet."""
         self._dispatched.append((now, num_tokens))
@@ -241,8 +245,10 @@ class Membership:
         refused = self._refusal(message)
         if refused is not None:
             return [Tell(peer, refused)]
-        facts: list[Fact] = []
         before = self._members.get(message.node)
+        if before is not None and before is self.member_of(peer) and before.repeats(message):
+            return []  # a node repeats its registration until it is answered; the answer is on its way
+        facts: list[Fact] = []
         if before is not None:
             # the same incarnation again (it was cut off, or thought dead): whatever was under way may be lost
             facts += self._end(
