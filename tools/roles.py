@@ -1,0 +1,155 @@
+"""Starting one role: ``kvkin router|prefill|decode --config F --node NAME``. The launch scripts of real hosts call these, too.
+
+Each role is one process: it reads the cluster file, resolves what it needs of it, loads its weights, serves until SIGINT or
+SIGTERM, and exits 0. A configuration that cannot be used ends it with exit code 2 and one line that says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+import uvloop
+
+from kvkin.configs.families import ResolvedFamily, resolve_family
+from kvkin.configs.loader import load_cluster
+from kvkin.configs.schema import ClusterConfig, DecodeNode, PrefillNode
+from kvkin.decode_nodes.node import DecodeNode as DecodeServer
+from kvkin.engines.loading import load_model
+from kvkin.engines.reference import ReferenceEngine
+from kvkin.kv.errors import ConfigError
+from kvkin.prefill_nodes.node import PrefillNode as PrefillServer
+from kvkin.transport.node_messages import ServedModel
+from kvkin.transport.node_runtime import NodeSettings, stop_on_signals, write_ready_file
+
+log = structlog.get_logger()
+
+Worker = PrefillNode | DecodeNode
+
+
+def worker_settings(config: ClusterConfig, family: ResolvedFamily, name: str) -> NodeSettings:
+    """Everything that the worker ``name`` needs to know of the cluster."""
+    node = config.nodes[name]
+    assert isinstance(node, Worker)
+    times, transport = config.timeouts, config.transport
+    served = tuple(
+        ServedModel(model, family.name, family.models[model].lineage, family.tokenizer_digest) for model in node.models
+    )
+    return NodeSettings(
+        name=name,
+        role="prefill" if isinstance(node, PrefillNode) else "decode",
+        family=family.name,
+        host=node.host,
+        bind_host=node.bind_host,
+        port=node.port,
+        models=served,
+        layout=family.layout,
+        transition_layers=family.transition_layers,
+        chunk_tokens=family.config.chunk_tokens,
+        kv_bytes=node.kv_bytes,
+        e_bytes=node.e_bytes,
+        routers=tuple(f"tcp://{router.host}:{router.node_port}" for router in config.routers.values()),
+        backend=transport.backend,
+        insecure=transport.insecure,
+        quarantine_max_bytes=transport.quarantine_max_bytes,
+        pull_window_bytes=transport.pull_window_bytes,
+        lease_s=times.lease_s,
+        lease_grace_s=times.lease_grace_s,
+        heartbeat_s=times.heartbeat_s,
+        pull_s=times.pull_s,
+        open_stream_s=times.open_stream_s,
+        order_s=times.order_s,
+        drain_s=times.drain_s,
+        max_running=node.max_running if isinstance(node, DecodeNode) else 1,
+        max_queue=config.limits.max_queue,
+    )
+
+
+def build_engine(family: ResolvedFamily, models: tuple[str, ...]) -> ReferenceEngine:
+    """Load ``models`` and start the reference engine on them."""
+    loaded = {}
+    for name in models:
+        identity = family.models[name]
+        log.info("loading", model=name, path=str(identity.path), adapter=str(identity.adapter_path or ""))
+        loaded[name] = load_model(
+            identity.path,
+            identity.adapter_path,
+            device=family.device,
+            compute_dtype=family.compute_dtype,
+            eos=frozenset(identity.eos_ids),
+        )
+    size = family.layout.block_size
+    return ReferenceEngine(loaded, block_size=size, chunk_tokens=family.config.chunk_tokens)
+
+
+def resolve_worker(config: ClusterConfig, name: str) -> ResolvedFamily:
+    """The family of the worker ``name``, with only the models that it runs digested."""
+    node = config.nodes[name]
+    assert isinstance(node, Worker)
+    family = config.family_of(node.models[0])
+    assert family is not None, "the loader checks that node models exist"
+    return resolve_family(config, family, models=node.models)
+
+
+@dataclass(frozen=True)
+class _Role:
+    """Start one node of the cluster and serve until Ctrl-C or SIGTERM."""
+
+    config: Path
+    """The cluster file, the same on every host."""
+    node: str
+    """Name of the node in the cluster file."""
+    ready_file: Path | None = None
+    """Written once the node serves; for scripts that wait for it."""
+
+    def load(self, kind: type, role: str) -> ClusterConfig:
+        config = load_cluster(self.config)
+        node = config.nodes.get(self.node)
+        if not isinstance(node, kind):
+            names = ", ".join(name for name, each in config.nodes.items() if isinstance(each, kind))
+            raise ConfigError(f"nodes.{self.node}", f"{self.config} has no {role} of this name", names or "none")
+        return config
+
+
+@dataclass(frozen=True)
+class Prefill(_Role):
+    """Start a prefill node: it computes shared contexts of its family and serves their KV layer by layer."""
+
+    def run(self) -> int:
+        config = self.load(PrefillNode, "prefill node")
+        return serve_worker(config, self.node, self.ready_file)
+
+
+@dataclass(frozen=True)
+class Decode(_Role):
+    """Start a decode node: it executes reuse plans for its models, generates, and serves the KV of its own contexts."""
+
+    def run(self) -> int:
+        config = self.load(DecodeNode, "decode node")
+        return serve_worker(config, self.node, self.ready_file)
+
+
+def serve_worker(config: ClusterConfig, name: str, ready_file: Path | None) -> int:
+    node = config.nodes[name]
+    assert isinstance(node, Worker)
+    if node.threads:
+        torch.set_num_threads(node.threads)
+    family = resolve_worker(config, name)
+    settings = worker_settings(config, family, name)
+    build = PrefillServer if isinstance(node, PrefillNode) else DecodeServer
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        stop_on_signals(stop, name)
+        engine = await asyncio.to_thread(build_engine, family, node.models)
+        worker = build(settings, engine)
+        log.info("serving", node=name, streams=worker.runtime.source_address, backend=settings.backend)
+        write_ready_file(ready_file, worker.runtime.source_address)
+        await worker.serve(stop)
+
+    uvloop.run(serve())
+    log.info("stopped", node=name)
+    return 0
