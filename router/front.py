@@ -75,7 +75,8 @@ class PromptWorkers:
         if request.messages is not None:
             prompt = builder.chat(request.messages, roots, limit)
         elif request.prompt is not None:
-            prompt = builder.text(request.prompt, roots, limit)
+            bos_id = self._settings.models[request.model].bos_id
+            prompt = builder.text(request.prompt, roots, limit, bos_id)
         else:
             assert request.token_ids is not None, "the front checks that one of the three is given"
             prompt = builder.ids(request.token_ids, roots)
@@ -103,10 +104,10 @@ class PromptWorkers:
 
 def _builders(settings: RouterSettings) -> dict[str, PromptBuilder]:
     """A builder for each model; models with the same tokenizer and template share one, and so its memory."""
-    shared: dict[tuple[bytes, str | None], PromptBuilder] = {}
+    shared: dict[tuple[str, str | None], PromptBuilder] = {}
     found: dict[str, PromptBuilder] = {}
     for model in settings.models.values():
-        key = (model.tokenizer_digest, model.chat_template)
+        key = (model.tokenizer_dir, model.chat_template)
         if key not in shared:
             shared[key] = _builder(model, settings.prompt_memory_bytes)
         found[model.name] = shared[key]
@@ -125,7 +126,7 @@ def _roots(settings: RouterSettings, model: ModelSettings) -> HashRoots:
     family = settings.families[model.family]
     return HashRoots(
         family_digest=family.tokenizer_digest,
-        member_digest=model.tokenizer_digest,
+        member_digest=model.own_digest or family.tokenizer_digest,
         family_vocab=family.vocab_size,
         block_size=family.layout.block_size,
         scope=settings.scope,

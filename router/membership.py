@@ -377,7 +377,7 @@ class Membership:
             allowed = ", ".join(sorted(self._settings.models))
             return Refused("unknown_model", f"model {served.name!r} of family {served.family!r} (allowed: {allowed})")
         family = self._settings.families[known.family]
-        if served.tokenizer_digest != known.tokenizer_digest:
+        if served.tokenizer_digest != family.tokenizer_digest:
             return Refused(
                 "tokenizer", f"{served.name}: the node's tokenizer is not the one in this router's configuration"
             )

@@ -177,12 +177,14 @@ class PromptBuilder:
         draft, tail = self._tokenize(text, {message.content for message in messages if message.role == "assistant"})
         return self._finish(draft, roots, started, tail)
 
-    def text(self, text: str, roots: HashRoots, max_tokens: int) -> Prompt:
-        """Prompt of plain text: what the tokenizer itself makes of it, BOS included where the tokenizer adds one."""
+    def text(self, text: str, roots: HashRoots, max_tokens: int, bos_id: int | None = None) -> Prompt:
+        """Prompt of plain text, after ``bos_id`` where the model begins a text with one."""
         started = time.perf_counter()
         self._check_length(text, max_tokens)
         draft = _Draft()
-        draft.add(_piece(array("I", self._tokenizer.encode(text, add_special_tokens=True).ids)))
+        ids = array("I", [] if bos_id is None else [bos_id])
+        ids.extend(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        draft.add(_piece(ids))
         draft.tokenized_chars = len(text)
         return self._finish(draft, roots, started, None)
 

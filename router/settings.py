@@ -15,16 +15,21 @@ from kvkin.router.policy_types import FamilyView, GroupChoice, PolicySettings
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """One model that clients may ask for. ``tokenizer_dir`` holds tokenizer.json; without a template only text and ids work."""
+    """One model that clients may ask for. ``tokenizer_dir`` holds tokenizer.json; without a template only text and ids work.
+
+    ``vocab_size`` counts its ids, ``bos_id`` is put before a plain prompt. ``own_digest`` is the tokenizer digest of a member
+    that adds tokens to the family's (else empty).
+    """
 
     name: str
     family: str
     lineage: Lineage
     tokenizer_dir: str
-    tokenizer_digest: bytes
     vocab_size: int
     max_context_tokens: int
     chat_template: str | None = None
+    bos_id: int | None = None
+    own_digest: bytes = b""
 
 
 class FamilySettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -211,7 +211,7 @@ class AsyncClient:
     def _send_now(self, message: ClientRequest) -> None:
         """Send without waiting. A full queue means a router that is gone; then there is nobody to tell."""
         if self._socket is not None:
-            sent = self._socket.send(encode(message), zmq.NOBLOCK)
+            sent = asyncio.ensure_future(self._socket.send(encode(message), zmq.NOBLOCK))
             sent.add_done_callback(lambda future: future.cancelled() or future.exception())
 
     def _connected(self) -> zmq.asyncio.Socket:

@@ -1,0 +1,110 @@
+"""From a resolved cluster to ``RouterSettings``: the only place where the router reads the configuration's types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvkin.configs.families import ResolvedCluster, ResolvedFamily
+from kvkin.configs.schema import ClusterConfig, RouterNode
+from kvkin.kv.cost import CostSettings
+from kvkin.kv.errors import ConfigError
+from kvkin.router.policy_types import GroupChoice, PolicySettings
+from kvkin.router.settings import FamilySettings, Limits, ModelSettings, NodeSettings, RouterSettings, Timeouts
+
+
+def settings_from(resolved: ResolvedCluster, name: str) -> RouterSettings:
+    """Settings of the router ``name``. Raises ConfigError if the configuration has no such router."""
+    config = resolved.config
+    node = config.nodes.get(name)
+    if not isinstance(node, RouterNode):
+        raise ConfigError(f"nodes.{name}", "no router of this name", ", ".join(sorted(config.routers)) or "none")
+    families = resolved.families.values()
+    return RouterSettings(
+        name=name,
+        families={family.name: _family(family) for family in families},
+        models={model.name: model for family in families for model in _models(family)},
+        nodes=_nodes(config),
+        client_address=f"tcp://{node.bind_host}:{node.client_port}",
+        node_address=f"tcp://{node.bind_host}:{node.node_port}",
+        insecure=config.transport.insecure,
+        scope=config.router.scope,
+        load_half_life_s=config.router.load_half_life_s,
+        index_max_blocks=config.router.index_max_blocks,
+        fan_out_half_life_s=config.router.policy.fan_out_half_life_s,
+        limits=_limits(config),
+        timeouts=_timeouts(config),
+        policy=_policy(config),
+    )
+
+
+def _family(family: ResolvedFamily) -> FamilySettings:
+    names = list(family.config.models)
+    groups = {(sender, receiver): family.group(sender, receiver) for sender in names for receiver in names}
+    return FamilySettings(
+        name=family.name,
+        base_model=family.config.base,
+        layout=family.layout,
+        tokenizer_digest=family.tokenizer_digest,
+        vocab_size=family.vocab_size,
+        transition_layers=family.transition_layers,
+        groups={pair: (GroupChoice(group),) for pair, group in groups.items() if group is not None},
+    )
+
+
+def _models(family: ResolvedFamily) -> list[ModelSettings]:
+    return [
+        ModelSettings(
+            name=name,
+            family=family.name,
+            lineage=model.lineage,
+            tokenizer_dir=str(family.model_tokenizer_path(name)),
+            vocab_size=model.vocab_size,
+            max_context_tokens=family.model_max_context(name),
+            chat_template=family.chat_template(name),
+            bos_id=family.tokenizer.bos_id,
+            own_digest=model.tokenizer_digest if name in family.own_root else b"",
+        )
+        for name, model in family.models.items()
+    ]
+
+
+def _nodes(config: ClusterConfig) -> Mapping[str, NodeSettings]:
+    prefill = {name: NodeSettings(name, "prefill", node.models) for name, node in config.prefill_nodes.items()}
+    return prefill | {name: NodeSettings(name, "decode", node.models) for name, node in config.decode_nodes.items()}
+
+
+def _limits(config: ClusterConfig) -> Limits:
+    limits = config.limits
+    return Limits(
+        max_request_bytes=limits.max_request_bytes,
+        max_prompt_tokens=limits.max_prompt_tokens,
+        max_new_tokens=limits.max_new_tokens,
+        max_queue=limits.max_queue,
+        max_clients=limits.max_clients,
+        max_stop_strings=limits.max_stop_strings,
+        max_stop_chars=limits.max_stop_chars,
+    )
+
+
+def _timeouts(config: ClusterConfig) -> Timeouts:
+    times = config.timeouts
+    return Timeouts(
+        heartbeat_s=times.heartbeat_s,
+        node_dead_s=times.node_dead_s,
+        register_s=times.register_s,
+        request_s=times.request_s,
+        order_s=times.order_s,
+        drain_s=times.drain_s,
+        # a node that outlives a restart of its router is back within a heartbeat or two
+        node_wait_s=3 * times.heartbeat_s,
+    )
+
+
+def _policy(config: ClusterConfig) -> PolicySettings:
+    policy = config.router.policy
+    chunk_tokens = min(family.chunk_tokens for family in config.families.values())
+    return PolicySettings(
+        beta=policy.beta,
+        min_pull_tokens=max(policy.min_reuse_tokens, policy.bypass_tokens),
+        cost=CostSettings(chunk_tokens=chunk_tokens),
+    )
