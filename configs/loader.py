@@ -21,6 +21,7 @@ __all__ = ["cluster_warnings", "load_cluster", "parse_cluster", "show_cluster"]
 
 # A cluster file is typed by hand; something larger is another file given by mistake.
 MAX_FILE_BYTES = 4 << 20
+_PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
 def load_cluster(path: Path) -> ClusterConfig:
@@ -60,7 +61,21 @@ def parse_cluster(text: str, source: str) -> ClusterConfig:
 
 def show_cluster(config: ClusterConfig) -> str:
     """YAML of ``config`` with all defaults filled in; parses back to an equal tree."""
-    return yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+    return yaml.dump(
+        _plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None
+    )
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text with Unicode line breaks in double quotes: PyYAML's other styles turn those into plain newlines."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = None if text.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _represent_text)
 
 
 def _plain(value: Any, annotation: Any = None) -> Any:
@@ -97,6 +112,8 @@ def _build(loader: yaml.SafeLoader, node: yaml.Node, key: str, lines: dict[str, 
     lines.setdefault(key, node.start_mark.line + 1)
     if id(node) in parents:
         raise ConfigError(key, f"an alias contains itself, line {node.start_mark.line + 1}", "data without loops")
+    if not isinstance(node, yaml.ScalarNode) and node.tag not in _PLAIN_TAGS:
+        raise ConfigError(key, f"has the tag {node.tag}, line {node.start_mark.line + 1}", "plain mappings and lists")
     parents = (*parents, id(node))
     if isinstance(node, yaml.SequenceNode):
         return [_build(loader, item, f"{key}[{index}]", lines, parents) for index, item in enumerate(node.value)]
