@@ -1,12 +1,13 @@
 """Backend ``inproc``: source and consumer live in one process (tests, ``kvkin ask --local``).
 
-A pull is a numpy copy on the next turn of the event loop. ``freeze`` plays a peer that hangs.
+A pull is numpy copies, one piece a turn of the event loop. ``freeze`` plays a peer that hangs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,9 @@ from numpy.typing import NDArray
 from kvkin.kv.errors import LocalTransportError, SourceLost, SourceRefused, SourceTimeout
 from kvkin.transport.backends.base import PullTransfer, TransportBase, check_copies
 from kvkin.transport.data_plane import Copy, RegionAddress
+
+PIECE_BYTES = 1 << 20
+"""Copied in one turn of the loop."""
 
 _OPEN: dict[bytes, InprocTransport] = {}
 """Endpoints of this process by their key."""
@@ -96,7 +100,8 @@ class InprocPeer:
         self, owner: InprocTransport, source: InprocTransport, remote: NDArray[np.uint8], local: NDArray[np.uint8]
     ) -> None:
         self._owner, self._source, self._remote, self._local = owner, source, remote, local
-        self._waiting: dict[PullTransfer, list[Copy]] = {}
+        self._waiting: dict[PullTransfer, deque[Copy]] = {}
+        self._running = False
         self._lost: str | None = None
         source.readers.add(self)
 
@@ -108,22 +113,31 @@ class InprocPeer:
         elif not merged:
             transfer.complete()
         else:
-            self._waiting[transfer] = merged
-            asyncio.get_running_loop().call_soon(self.run)
+            self._waiting[transfer] = deque(merged)
+            self.run()
         return transfer
 
     def run(self) -> None:
-        """Copy everything that waits, unless the source hangs."""
-        if not self._source.thawed.is_set():
+        """Go on copying on the next turn of the loop, if there is anything to do."""
+        if not self._running and self._waiting and self._source.thawed.is_set():
+            self._running = True
+            asyncio.get_running_loop().call_soon(self._copy_piece)
+
+    def _copy_piece(self) -> None:
+        self._running = False
+        if not self._waiting or not self._source.thawed.is_set():
             return
-        while self._waiting:
-            transfer = next(iter(self._waiting))
-            for copy in self._waiting.pop(transfer):
-                end = copy.remote_offset + copy.num_bytes
-                self._local[copy.local_offset : copy.local_offset + copy.num_bytes] = self._remote[
-                    copy.remote_offset : end
-                ]
+        transfer, copies = next(iter(self._waiting.items()))
+        remote, local, size = copies[0].remote_offset, copies[0].local_offset, min(copies[0].num_bytes, PIECE_BYTES)
+        self._local[local : local + size] = self._remote[remote : remote + size]
+        if size < copies[0].num_bytes:
+            copies[0] = Copy(remote + size, local + size, copies[0].num_bytes - size)
+        else:
+            copies.popleft()
+        if not copies:
+            del self._waiting[transfer]
             transfer.complete()
+        self.run()
 
     def lost(self, reason: str) -> None:
         """The source went away, or this peer was closed."""
