@@ -278,7 +278,7 @@ class RouterCore:
         member.dispatched(len(prompt_of(request).token_ids) - decision.plan.reused_tokens, self._now)
         self.counters[f"plan_{decision.plan.kind}"] += 1
         self._note(
-            "info",
+            "debug",
             "routed",
             request_id=attempt_id,
             model=request.message.model,
@@ -306,7 +306,7 @@ class RouterCore:
     def _attempt_failed(self, request: Request, incarnation: str, failure: Failure) -> None:
         """Once more on another node, unless the client has seen tokens or it was tried often enough."""
         self._by_attempt.pop(request.attempt_id, None)
-        request.failed_incarnations.add(incarnation)
+        request.failed_on.add((request.node, incarnation))
         request.failure = failure
         unseen = request.phase is Phase.RUNNING
         if failure.retryable and unseen and request.attempt < self._settings.max_attempts and not self._stopping:

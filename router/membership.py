@@ -208,11 +208,11 @@ class Membership:
         member = self._by_peer.get(peer)
         return member if member is not None and member.state is not NodeState.DEAD else None
 
-    def views(self, now: float, excluded: Collection[str] = ()) -> dict[str, NodeView]:
-        """All nodes as the policy sees them; ``excluded`` incarnations are as good as dead."""
+    def views(self, now: float, excluded: Collection[tuple[str, str]] = ()) -> dict[str, NodeView]:
+        """All nodes as the policy sees them; ``excluded`` (node, incarnation) pairs are as good as dead."""
         half_life_s = self._settings.load_half_life_s
         return {
-            name: member.view(now, half_life_s, member.incarnation not in excluded)
+            name: member.view(now, half_life_s, (name, member.incarnation) not in excluded)
             for name, member in self._members.items()
         }
 

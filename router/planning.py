@@ -53,7 +53,7 @@ class Planner:
             deadline_s=request.deadline_at - now,
         )
         matches = self._index.match(prompt.hashes, prompt.root) if reusing else []
-        view = ClusterView(self._membership.views(now, request.failed_incarnations), self._families)
+        view = ClusterView(self._membership.views(now, request.failed_on), self._families)
         return self._choose(asked, matches, view, self._settings.policy)
 
     def execute(self, request: Request, decision: Decision, now: float) -> Execute:

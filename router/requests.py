@@ -59,7 +59,7 @@ class Request:
         self.attempt_id = ""
         self.node = ""
         self.peer = b""
-        self.failed_incarnations: set[str] = set()
+        self.failed_on: set[tuple[str, str]] = set()  # (node, incarnation)
         self.failure: Failure | None = None
         self.waiting_until = 0.0
         self.orders: set[str] = set()
