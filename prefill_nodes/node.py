@@ -148,7 +148,7 @@ class PrefillNode:
             raise ValueError(f"model {order.model!r} is not on this node")
         hashes = block_hashes(order.token_ids, order.root, size)
         provenance = exact_provenance(settings.lineage(order.model).id)
-        parents = [order.root, *hashes[:-1]]
+        parents = [order.root, *hashes][: len(hashes)]
         chain = [(h, p, provenance, index * size) for index, (h, p) in enumerate(zip(hashes, parents, strict=True))]
         blocks = store.reserve(chain, settings.transition_layers, now)
         local = 0

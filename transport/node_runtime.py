@@ -83,7 +83,7 @@ class NodeRuntime:
             host=settings.bind_host,
             insecure=settings.insecure,
             advertise_host=settings.host,
-            quarantine_cap_bytes=settings.quarantine_max_bytes,
+            quarantine_max_bytes=settings.quarantine_max_bytes,
         )
         self.memory = KVMemory(settings.layout, settings.kv_bytes, settings.e_bytes, self.transport)
         self.store = self.memory.store

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvkin.kv.errors import KvkinError, LocalTransportError, SourceLost, SourceRefused, SourceTimeout
 from kvkin.transport.backends.base import PullTransfer, TransportBase, check_copies
 from kvkin.transport.backends.nixl import NixlAgent
-from kvkin.transport.backends.ucx_worker import Job, Link, UcxWorker, make_pieces
+from kvkin.transport.backends.ucx_worker import INLINE_BYTES, INLINE_COPIES, Job, Link, UcxWorker, make_pieces
 from kvkin.transport.data_plane import Copy, RegionAddress
 
 VERSION = 1
@@ -139,7 +139,9 @@ class UcxPeer:
         worker.add(self._link)
         worker.submit(partial(self._link.open, name, self._owner.loopback_only, buffers, self._metadata.agent))
         hello = PullTransfer(TransportBase(), HELLO_BYTES, deadline_s, self._abort)
-        self._start(hello, [Copy(0, 0, HELLO_BYTES)], self._metadata.hello, self._scratch.ctypes.data)
+        page = [Copy(0, 0, HELLO_BYTES)]
+        job = self._track(hello, page, self._metadata.hello, self._scratch.ctypes.data)
+        worker.submit(partial(self._link.start, job))
         try:
             await hello.wait()
         except SourceTimeout:
@@ -155,14 +157,20 @@ class UcxPeer:
         elif not merged:
             transfer.complete()
         else:
-            self._start(transfer, merged, self._metadata.base, self._local.ctypes.data)
+            job = self._track(transfer, merged, self._metadata.base, self._local.ctypes.data)
+            # a pull that waits already goes first
+            idle = len(self._unsettled) == 1
+            small = transfer.num_bytes <= INLINE_BYTES and len(merged) <= INLINE_COPIES
+            if idle and small and self._link.try_now(job):
+                self._owner.worker.wake()
+            else:
+                self._owner.worker.submit(partial(self._link.start, job))
         return transfer
 
-    def _start(self, transfer: PullTransfer, copies: Sequence[Copy], remote_base: int, local_base: int) -> None:
+    def _track(self, transfer: PullTransfer, copies: Sequence[Copy], remote_base: int, local_base: int) -> Job:
         self._unsettled.add(transfer)
         transfer.settled.add_done_callback(lambda _: self._unsettled.discard(transfer))
-        job = Job(transfer, make_pieces(copies, remote_base, local_base))
-        self._owner.worker.submit(partial(self._link.start, job))
+        return Job(transfer, make_pieces(copies, remote_base, local_base))
 
     def _abort(self, transfer: PullTransfer) -> None:
         self._owner.worker.submit(partial(self._link.abort, transfer))

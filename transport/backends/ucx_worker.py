@@ -28,6 +28,10 @@ PIECE_BYTES = 8 << 20
 PIECE_COPIES = 256
 WINDOW = 4
 """Pieces in flight per link: enough to fill a network, few enough that an abandoned pull ends soon."""
+INLINE_BYTES = 512 << 10
+INLINE_COPIES = 32
+"""A pull of up to this much on an idle link is posted on the event loop itself: on shared memory it is done within a tenth
+of a millisecond, which is less than waking the worker and being woken by it."""
 POLL_S = 50e-6
 QUARANTINE_POLL_S = 2e-3
 
@@ -66,16 +70,47 @@ class Job:
 
 
 class Link:
-    """A pulling agent with one remote agent. Everything runs on the worker thread unless it says otherwise."""
+    """A pulling agent with one remote agent, driven by the worker thread.
+
+    The lock serializes the agent, which is not thread-safe: the loop only ever tries to take it.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_down: Callable[[KvkinError], None]) -> None:
         self._loop, self._on_down = loop, on_down
+        self._lock = threading.Lock()
         self._agent: NixlAgent | None = None
         self._remote = ""
         self._jobs: deque[Job] = deque()
         self._posted: list[tuple[int, Job]] = []
         self._opened = False
         self._down: KvkinError | None = None
+
+    # on the event loop
+
+    def try_now(self, job: Job) -> bool:
+        """Post a small pull right here, if the link is free. False: nothing happened, queue it."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self._agent is None or self._jobs:
+                return False
+            handle, done = self._agent.read(self._remote, *job.pieces[0])
+            job.pieces.clear()
+            if done:
+                self._agent.release(handle)
+                # not at once: whoever pulls in a loop must let other tasks run in between
+                self._loop.call_soon(job.transfer.complete)
+            else:
+                job.in_flight = 1
+                self._posted.append((handle, job))
+                self._jobs.append(job)
+            return True
+        except KvkinError:
+            return False  # the worker meets the same error and tears the link down
+        finally:
+            self._lock.release()
+
+    # on the worker thread
 
     @property
     def busy(self) -> bool:
@@ -90,11 +125,12 @@ class Link:
         if self._down is not None:
             return
         try:
-            self._agent = NixlAgent(name, progress=False, loopback_only=loopback_only)
-            for buffer in buffers:
-                self._agent.register(buffer)
-            self._remote = self._agent.add_remote(metadata)
-            self._opened = True
+            with self._lock:
+                self._agent = NixlAgent(name, progress=False, loopback_only=loopback_only)
+                for buffer in buffers:
+                    self._agent.register(buffer)
+                self._remote = self._agent.add_remote(metadata)
+                self._opened = True
         except KvkinError as error:
             self.tear_down(error)
 
@@ -103,7 +139,8 @@ class Link:
             # while connecting, the caller learns what is wrong on this side; a pull only that its source is lost
             error = _as_source_error(self._down) if self._opened else self._down
             call_on_loop(self._loop, _fail_settled, job.transfer, error)
-        else:
+            return
+        with self._lock:
             self._jobs.append(job)
 
     def abort(self, transfer: PullTransfer) -> None:
@@ -119,33 +156,29 @@ class Link:
 
     def step(self) -> bool:
         """Look at the pieces in flight and post at most one. True if anything moved."""
-        agent = self._agent
-        if agent is None or not self._jobs:
-            return False
         try:
-            moved = self._collect(agent)
-            job = next((job for job in self._jobs if job.pieces), None)
-            # strictly in the order of the pulls: the scheduler put the most urgent first
-            if job is None or len(self._posted) >= WINDOW:
-                return moved
-            local, remote = job.pieces.popleft()
-            handle, done = agent.read(self._remote, local, remote)
-            job.in_flight += 1
-            self._posted.append((handle, job))
-            if done:
-                self._end_piece(agent, len(self._posted) - 1)
-            return True
+            with self._lock:
+                return self._agent is not None and self._advance(self._agent)
         except Exception as error:  # noqa: BLE001 - whatever it is, this thread also serves other links
             self.tear_down(error if isinstance(error, KvkinError) else LocalTransportError(repr(error)))
             return True
 
-    def _collect(self, agent: NixlAgent) -> bool:
+    def _advance(self, agent: NixlAgent) -> bool:
         moved = False
         for index in reversed(range(len(self._posted))):
             if agent.poll(self._posted[index][0]):
                 self._end_piece(agent, index)
                 moved = True
-        return moved
+        # strictly in the order of the pulls: the scheduler put the most urgent first
+        job = next((job for job in self._jobs if job.pieces), None)
+        if job is None or len(self._posted) >= WINDOW:
+            return moved
+        handle, done = agent.read(self._remote, *job.pieces.popleft())
+        job.in_flight += 1
+        self._posted.append((handle, job))
+        if done:
+            self._end_piece(agent, len(self._posted) - 1)
+        return True
 
     def _end_piece(self, agent: NixlAgent, index: int) -> None:
         handle, job = self._posted.pop(index)
@@ -160,18 +193,23 @@ class Link:
         if self._down is not None:
             return
         self._down = error
-        for handle, _ in self._posted:
-            if self._agent is not None:
-                self._agent.release(handle)
-        self._posted.clear()
-        gone = self._agent is None or self._agent.close()
-        self._agent = None
+        with self._lock:
+            agent, self._agent = self._agent, None
+            for handle, _ in self._posted:
+                if agent is not None:
+                    agent.release(handle)
+            self._posted.clear()
+            gone = agent is None or agent.close()
         failure = _as_source_error(error)
         for job in self._jobs:
             # an agent that something still holds may still write: rather leak the destination than corrupt it
             call_on_loop(self._loop, _fail_settled if gone else _fail_unsettled, job.transfer, failure)
         self._jobs.clear()
         call_on_loop(self._loop, self._on_down, error)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _as_source_error(error: KvkinError) -> KvkinError:
@@ -208,6 +246,10 @@ class UcxWorker:
     def submit(self, command: Callable[[], None]) -> None:
         """From the loop: run this on the worker thread, in order."""
         self._commands.put(command)
+
+    def wake(self) -> None:
+        """From the loop: a link has something in flight that no command announced."""
+        self._commands.put(_nothing)
 
     async def stop(self) -> None:
         """End the thread; links must be torn down before."""
