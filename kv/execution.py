@@ -175,6 +175,15 @@ class PlanExecution:
             chunk.e_layer is not None and not self._entered[chunk.index] for chunk in self.chunks
         )
 
+    def expects(self, index: int, layer: int) -> bool:
+        """Whether this plan pulls the pair (E as layer -1) and it has not arrived: false for a late or a repeated arrival."""
+        if self.state in FINAL or not 0 <= index < len(self.chunks):
+            return False
+        chunk = self.chunks[index]
+        if layer == E_LAYER:
+            return chunk.e_layer is not None and not self._entered[index]
+        return layer in chunk.pulled and not self._pulled[index][layer]
+
     def start(self) -> list[Instruction]:
         return self._dispatch()
 

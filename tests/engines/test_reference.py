@@ -1,0 +1,14 @@
+"""The reference engine passes the engine contract on tiny models of every architecture."""
+
+from __future__ import annotations
+
+import pytest
+from check_engine import SHAPES, check_shape
+from reference_bench import make_reference
+from tiny_models import ARCHITECTURES
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_plan_shape(arch: str, shape: str) -> None:
+    check_shape(make_reference, arch, shape)
