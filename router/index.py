@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from operator import is_
 
 from kvkin.kv.errors import ProtocolError
@@ -18,7 +17,7 @@ from kvkin.kv.provenance import Provenance
 from kvkin.router.block_tree import BlockTree
 from kvkin.router.chains import Chain, Match, Path, Run, State
 from kvkin.router.fan_out import FanOut
-from kvkin.transport.node_messages import Holdings
+from kvkin.transport.node_messages import Holding, Holdings
 
 __all__ = ["Match", "PrefixIndex", "Run"]
 
@@ -45,17 +44,6 @@ class _Order:
         return low
 
 
-class _Snapshot:
-    """A snapshot that arrives in parts. What a delta touched in between is newer than any later part."""
-
-    __slots__ = ("epoch", "next_part", "seen", "touched")
-
-    def __init__(self, epoch: int) -> None:
-        self.epoch, self.next_part = epoch, 0
-        self.seen: set[tuple[BlockHash, bytes]] = set()
-        self.touched: set[tuple[BlockHash, bytes]] = set()
-
-
 class PrefixIndex:
     """Block hash -> holders. ``max_blocks`` bounds memory: leaves that were used longest ago are forgotten first."""
 
@@ -64,7 +52,6 @@ class PrefixIndex:
             raise ValueError(f"max_blocks must be at least 1, not {max_blocks}")
         self._tree = BlockTree(max_blocks)
         self._fan_out = FanOut(fan_out_half_life_s)
-        self._snapshots: dict[str, _Snapshot] = {}
         self._orders: dict[str, _Order] = {}
         self._orders_by_block: dict[BlockHash, list[_Order]] = {}
         self.contradictions = 0  # holdings that were ignored because they cannot be true
@@ -73,82 +60,61 @@ class PrefixIndex:
         """Blocks known now."""
         return len(self._tree.entries)
 
+    def __contains__(self, block: BlockHash) -> bool:
+        return block in self._tree.entries
+
     # --- what nodes say ----------------------------------------------------------------------------------------------
 
     def apply_snapshot(self, node: str, holdings: Holdings) -> None:
-        """Everything that the node holds, or one part of it; what it does not name is forgotten once its last part is there.
+        """Everything that the node holds: what is not named is forgotten.
 
-        A part counts only after the part before it; a delta between two parts is newer than the later ones.
+        Order is membership's business: of a snapshot in parts, the first comes here and the others as deltas.
         """
         _check(holdings)
-        snapshot = self._snapshots.get(node)
-        if holdings.part == 0:
-            snapshot = self._snapshots[node] = _Snapshot(holdings.epoch)
-        if snapshot is None or snapshot.epoch != holdings.epoch or snapshot.next_part != holdings.part:
-            return
-        snapshot.next_part += 1
-        snapshot.seen |= self._add(node, holdings, snapshot.touched)
-        if holdings.last:
-            del self._snapshots[node]
-            keep = snapshot.seen | snapshot.touched
-            for chain in self._tree.table.chains_of(node):
-                for entry in self._tree.entries_of(chain):
-                    if (entry.hash, chain.provenance.key) not in keep:
-                        self._tree.take(chain, entry)
+        keep = self._add(node, holdings)
+        for chain in self._tree.table.chains_of(node):
+            for entry in self._tree.entries_of(chain):
+                if (entry.hash, chain.provenance.key) not in keep:
+                    self._tree.take(chain, entry)
         self._tree.shrink()
 
     def apply_delta(self, node: str, holdings: Holdings) -> None:
         """Changes: ``removed`` first, then ``added``. Applying one twice changes nothing; unknown blocks are ignored."""
         _check(holdings)
         # a block without any layer left is as good as removed
-        empty = [
-            (holding.block, holding.provenance)
-            for holding in holdings.added
-            if holding.kv_layers <= 0 and not holding.e_layers
-        ]
-        changed = {(block, holdings.provenances[number].key) for block, number in (*holdings.removed, *empty)}
-        for block, key in changed:
-            self._take(node, block, key)
-        changed |= self._add(node, holdings, frozenset())
-        if node in self._snapshots:
-            self._snapshots[node].touched |= changed
+        gone = [*holdings.removed, *((one.block, one.provenance) for one in holdings.added if not _holds(one))]
+        for block, number in gone:
+            key = holdings.provenances[number].key
+            entry, chain = self._tree.entries.get(block), self._tree.table.known_chain(node, key)
+            if entry is not None and chain is not None and chain in entry.held.layers:
+                self._tree.take(chain, entry)
+        self._add(node, holdings)
         self._tree.shrink()
 
     def drop_node(self, node: str) -> None:
         """The node is gone: nothing of it is offered any more, its orders included."""
-        self._snapshots.pop(node, None)
         for order in [order for order in self._orders.values() if order.node == node]:
             self.withdraw(order.order_id)
         for chain in self._tree.table.chains_of(node):
             for entry in self._tree.entries_of(chain):
                 self._tree.take(chain, entry)
 
-    def _add(
-        self, node: str, holdings: Holdings, newer: AbstractSet[tuple[BlockHash, bytes]]
-    ) -> set[tuple[BlockHash, bytes]]:
-        """Take in ``added`` except what ``newer`` names; returns the (block, provenance key) pairs that hold now."""
-        provenances = holdings.provenances
-        named = [(holding, (holding.block, provenances[holding.provenance].key)) for holding in holdings.added]
+    def _add(self, node: str, holdings: Holdings) -> set[tuple[BlockHash, bytes]]:
+        """Take in what is added; returns its (block, provenance key) pairs."""
         chains: dict[int, Chain] = {}
         keys: set[tuple[BlockHash, bytes]] = set()
-        for holding, pair in named:
-            if pair in newer or (holding.kv_layers <= 0 and not holding.e_layers):
-                continue
+        for holding in filter(_holds, holdings.added):
             chain = chains.get(holding.provenance)
             if chain is None:
-                chain = chains[holding.provenance] = self._tree.table.chain(node, provenances[holding.provenance])
+                provenance = holdings.provenances[holding.provenance]
+                chain = chains[holding.provenance] = self._tree.table.chain(node, provenance)
             if self._tree.put(chain, holding):
-                keys.add(pair)
+                keys.add((holding.block, chain.provenance.key))
             else:
                 self.contradictions += 1
         for chain in chains.values():
-            self._tree.table.count(chain, 0)
+            self._tree.table.count(chain, 0)  # not kept if every holding of it was refused
         return keys
-
-    def _take(self, node: str, block: BlockHash, key: bytes) -> None:
-        entry, chain = self._tree.entries.get(block), self._tree.table.known_chain(node, key)
-        if entry is not None and chain is not None and chain in entry.held.layers:
-            self._tree.take(chain, entry)
 
     # --- orders ------------------------------------------------------------------------------------------------------
 
@@ -244,6 +210,10 @@ class PrefixIndex:
     ) -> tuple[tuple[int, float], ...]:
         """(blocks, decayed number of requests of *other* models of the family that started with them), by rising blocks."""
         return self._fan_out.of_others(family, model, hashes, now)
+
+
+def _holds(holding: Holding) -> bool:
+    return holding.kv_layers > 0 or bool(holding.e_layers)
 
 
 def _check(holdings: Holdings) -> None:
