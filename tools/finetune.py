@@ -142,6 +142,14 @@ class Finetune:
             if (self.out / file).exists() and not (self.overwrite or self.resume):
                 raise ConfigError("out", f"{self.out} already holds {file}", "--resume, --overwrite or another folder")
 
+    def recipe(self) -> dict[str, object]:
+        """The settings that decide what is trained, as JSON values: what the card states and a resumed run must share."""
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in asdict(self).items()
+            if key not in _FREE_ON_RESUME
+        }
+
     def _run(self, stop: Any, reporter: Reporter) -> None:
         import torch
         from transformers import AutoTokenizer
@@ -160,7 +168,7 @@ class Finetune:
         write_card(
             self.out,
             Card(
-                settings={key: _plain(value) for key, value in asdict(self).items() if key not in _FREE_ON_RESUME},
+                settings=self.recipe(),
                 base=base,
                 base_name=self.base_name or base.name,
                 data_note=self.data_note,
@@ -205,14 +213,13 @@ class Finetune:
             layers=self.layers,
             seed=self.seed,
         )
-        fingerprint = {key: _plain(value) for key, value in asdict(self).items() if key not in _FREE_ON_RESUME}
         trainer = Trainer(
             model,
             samples,
             batch_samples=self.batch_samples,
             learning_rate=self.learning_rate,
             checkpoint=self.out / CHECKPOINT_FILE,
-            fingerprint=fingerprint | {"data_digest": corpus.digest},
+            fingerprint=self.recipe() | {"data_digest": corpus.digest},
         )
         if self.resume:
             trainer.restore()
@@ -248,11 +255,6 @@ def _stoppable(on_prompt: Any, stop: Any) -> Any:
             raise Interrupted
 
     return wrapped
-
-
-def _plain(value: object) -> object:
-    """``value`` as JSON and torch.load know it: tuples become lists."""
-    return list(value) if isinstance(value, tuple) else value
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import sys
@@ -13,13 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from tiny_models import make_tiny
 
 from kvkin.kv.errors import ConfigError
 from kvkin.tools import finetune, finetune_adapter
 from kvkin.tools.finetune import EXIT_INTERRUPTED, Finetune
-from kvkin.tools.finetune_loop import StopRequest, Trainer
+from kvkin.tools.finetune_data import Sample
+from kvkin.tools.finetune_loop import Progress, StopRequest, Trainer
 from kvkin.tools.finetune_progress import Reporter
 from kvkin.tools.scoring import greedy
 
@@ -271,6 +274,24 @@ def test_code_task_on_a_folder(job: Finetune, tmp_path: Path) -> None:
     assert card["data"]["name"] == "sources"
     assert set(card["scores"]["before"]) == {"all", "raw", "chat"}
     assert card["scores"]["metric"].startswith("edit similarity")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_shows_the_remaining_time(terminal: bool) -> None:
+    text = io.StringIO()
+    now = iter(range(0, 10**6, 30))
+    reporter = Reporter(Console(file=text, force_terminal=terminal, width=120), clock=lambda: float(next(now)))
+    samples = [Sample((1, 2, 3, 4), (1, 2, 3, 4))] * 3
+    with reporter.training(samples, 2, Progress()) as on_sample:
+        for sample in samples:
+            on_sample(sample, Progress(step=1, losses=[2.0, 1.0]))
+    with reporter.scoring("base", 4) as on_prompt:
+        on_prompt(4)
+    assert "step 1/2 loss 1.500" in text.getvalue()
+    assert "12/12" in text.getvalue()
+    assert "score base" in text.getvalue()
+    if not terminal:
+        assert "train: 4/12 (0.1/s, 1.0 min left) step 1/2 loss 1.500" in text.getvalue()
 
 
 def test_greedy_in_a_padded_batch_equals_one_by_one(base: Path) -> None:

@@ -234,7 +234,6 @@ def test_standard_library_without_tests_and_generated_files() -> None:
     assert {"json/decoder.py", "textwrap.py", "asyncio/queues.py"} <= names
     assert not any(part in ("test", "tests", "site-packages") for name in names for part in name.split("/"))
     assert "encodings/cp1252.py" not in names
-    assert corpus.digest == read_text("stdlib").digest
     assert all(len(groups) >= 10 for groups in corpus.splits.values())
 
 
