@@ -85,8 +85,13 @@ def kv_of(model: Any, token_ids: list[int]) -> list[tuple[torch.Tensor, torch.Te
     from transformers import DynamicCache
 
     cache = DynamicCache()  # without the config, so that a sliding window drops nothing
-    with torch.no_grad():
-        model.model(torch.tensor([token_ids]), past_key_values=cache, use_cache=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a model runs slower on several, above all on a busy machine
+    try:
+        with torch.no_grad():
+            model.model(torch.tensor([token_ids]), past_key_values=cache, use_cache=True)
+    finally:
+        torch.set_num_threads(threads)
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
