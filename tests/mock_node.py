@@ -139,7 +139,12 @@ def choose_privately(
 
 
 def registration(
-    node: str, *, role: str = "decode", models: Sequence[str] = ("base",), incarnation: str = "one", **overrides: Any
+    node: str,
+    *,
+    role: str = "decode",
+    models: Sequence[str | ServedModel] = ("base",),
+    incarnation: str = "one",
+    **overrides: Any,
 ) -> Register:
     """A registration that ``make_settings`` accepts."""
     return Register(
@@ -149,7 +154,10 @@ def registration(
             "role": role,
             "incarnation": incarnation,
             "source_address": f"tcp://127.0.0.1:1/{node}",
-            "models": tuple(ServedModel(name, "tiny", lineage(name), TOKENIZER_DIGEST) for name in models),
+            "models": tuple(
+                one if isinstance(one, ServedModel) else ServedModel(one, "tiny", lineage(one), TOKENIZER_DIGEST)
+                for one in models
+            ),
             "layout": LAYOUT,
             **overrides,
         }
