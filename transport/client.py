@@ -29,7 +29,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvkin.kv.errors import ConfigError, InvalidRequest, KvkinError, NodeUnavailable, ProtocolError
+from kvkin.kv import errors
+from kvkin.kv.errors import ConfigError, KvkinError, NodeUnavailable, ProtocolError
 from kvkin.transport.codec import client_replies, encode
 from kvkin.transport.messages import (
     Accepted,
@@ -451,6 +452,14 @@ class SyncStream:
             return None
 
 
+# Code -> class. Of classes with one code the most special counts; a configuration's error is never a request's.
+_KNOWN: dict[str, type[KvkinError]] = {
+    one.code: one
+    for one in vars(errors).values()
+    if isinstance(one, type) and issubclass(one, KvkinError) and one is not ConfigError
+}
+
+
 def error_of(reply: Error) -> KvkinError:
     """The exception that an error reply stands for."""
     return _error_class(reply.code, reply.retryable)(reply.message)
@@ -460,18 +469,10 @@ def error_of(reply: Error) -> KvkinError:
 def _error_class(code: str, retryable: bool) -> Callable[[str], KvkinError]:
     """The class of the tree that has ``code``; where the router judges its retryability otherwise, or uses a code that this
     client does not know, a subclass that says so."""
-    known = {one.code: one for one in _tree(KvkinError) if one is not ConfigError}
-    known[InvalidRequest.code] = InvalidRequest
-    found = known.get(code, KvkinError)
+    found = _KNOWN.get(code, KvkinError)
     if found.code == code and found.retryable == retryable:
         return found
     return type(found.__name__, (found,), {"code": code, "retryable": retryable, "__module__": found.__module__})
-
-
-def _tree(root: type[KvkinError]) -> Iterator[type[KvkinError]]:
-    yield root
-    for child in root.__subclasses__():
-        yield from _tree(child)
 
 
 def _chat_message(message: MessageLike) -> ChatMessage:
