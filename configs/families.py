@@ -33,7 +33,7 @@ _MUST_MATCH = {
     "num_heads": "number of heads",
     "kv_heads": "number of KV heads",
     "head_dim": "head size",
-    "windows": "attention windows",
+    "windows": "attention window",
     "rope": "rope (keys of one would mean other positions to the other)",
 }
 

@@ -45,13 +45,9 @@ class ConfigCheck:
             console.print(_family_table(cluster, family))
         for warning in cluster.warnings:
             console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
-        models = sum(len(family.models) for family in cluster.families.values())
-        console.print(
-            f"{self.file}: usable, {models} models in {len(cluster.families)} families on {len(cluster.config.nodes)} nodes",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        config, models = cluster.config, sum(len(family.models) for family in cluster.families.values())
+        counts = f"models: {models}, families: {len(config.families)}, nodes: {len(config.nodes)}"
+        console.print(f"{self.file}: usable ({counts})", markup=False, highlight=False, soft_wrap=True)
         return 0
 
 
