@@ -187,10 +187,12 @@ class RouterCore:
             return CapacityError(f"{limits.max_clients} clients have running requests; no more are taken")
         if len(self._requests) >= limits.max_running:
             return CapacityError(f"{limits.max_running} requests are running; no more are taken")
-        queued = sum(request.phase in (Phase.PREPARING, Phase.WAITING) for request in self._requests.values())
-        if queued >= limits.max_queue:
-            return CapacityError(f"{queued} requests are waiting in the router; no more are queued")
+        if len(self._requests) >= limits.max_queue and self._num_queued() >= limits.max_queue:
+            return CapacityError(f"{limits.max_queue} requests are waiting in the router; no more are queued")
         return None
+
+    def _num_queued(self) -> int:
+        return sum(request.phase in (Phase.PREPARING, Phase.WAITING) for request in self._requests.values())
 
     def _ping(self, client: bytes, message: Ping) -> None:
         self._pinged_at[client] = self._now

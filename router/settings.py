@@ -82,7 +82,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 30.0
     node_wait_s: float = 3.0
     sign_of_life_s: float = 2.0
-    client_dead_s: float = 15.0
+    client_dead_s: float = 30.0
     tick_s: float = 0.1
 
 
