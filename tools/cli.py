@@ -75,7 +75,9 @@ GROUPS = (
     Group(
         "Use it",
         (
-            Command("ask", f"{_TOOLS}.ask:Ask", 'MODEL "TEXT"', "stream an answer and show what was reused for it"),
+            Command(
+                "ask", f"{_TOOLS}.ask:Ask", 'MODEL "TEXT"', "stream an answer and show what was reused for it", "error"
+            ),
             Command(
                 "status", f"{_TOOLS}.status:Status", "", "nodes, loads, holdings and counters of a running cluster"
             ),

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from kvkin.tools.smollm2 import prepare_base
+from kvkin.configs.schema import ClusterConfig, local_path
+from kvkin.tools.smollm2 import MARKER, base_path, prepare_base
 
 
 @dataclass(frozen=True)
@@ -23,3 +24,15 @@ class Prepare:
     def run(self) -> int:
         print(prepare_base(self.root.resolve()))
         return 0
+
+
+def prepare_missing(config: ClusterConfig) -> None:
+    """Make the demo family's base if ``config`` names its place below the working directory and it is not there yet."""
+    base = base_path(Path.cwd())
+    named = {
+        local_path(model.checkpoint).absolute()
+        for family in config.families.values()
+        for model in family.models.values()
+    }
+    if base in named and not (base / MARKER).is_file():
+        prepare_base(Path.cwd())

@@ -1,7 +1,8 @@
 """Starting one role: ``kvkin router|prefill|decode --config F --node NAME``. The launch scripts of real hosts call these, too.
 
 Each role is one process: it reads the cluster file, resolves what it needs of it, loads its weights, serves until SIGINT or
-SIGTERM, and exits 0. A configuration that cannot be used ends it with exit code 2 and one line that says why.
+SIGTERM, and exits 0. A configuration that cannot be used ends it with exit code 2 and one line that says why. A router needs
+no torch and no weights, so engines and nodes are imported by the workers only.
 """
 
 from __future__ import annotations
@@ -9,21 +10,24 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
-import torch
 import uvloop
 
-from kvkin.configs.families import ResolvedFamily, resolve_family
+from kvkin.configs.families import ResolvedFamily, resolve_cluster, resolve_family
 from kvkin.configs.loader import load_cluster
-from kvkin.configs.schema import ClusterConfig, DecodeNode, PrefillNode
-from kvkin.decode_nodes.node import DecodeNode as DecodeServer
-from kvkin.engines.loading import load_model
-from kvkin.engines.reference import ReferenceEngine
+from kvkin.configs.schema import ClusterConfig, DecodeNode, PrefillNode, RouterNode
 from kvkin.kv.errors import ConfigError
-from kvkin.prefill_nodes.node import PrefillNode as PrefillServer
 from kvkin.transport.node_messages import ServedModel
 from kvkin.transport.node_runtime import NodeSettings, stop_on_signals, write_ready_file
+
+if TYPE_CHECKING:
+    from kvkin.decode_nodes.node import DecodeNode as DecodeServer
+    from kvkin.engines.reference import ReferenceEngine
+    from kvkin.prefill_nodes.node import PrefillNode as PrefillServer
+    from kvkin.router.node import RouterNode as RouterServer
+    from kvkin.transport.data_plane import Transport
 
 log = structlog.get_logger()
 
@@ -70,6 +74,12 @@ def worker_settings(config: ClusterConfig, family: ResolvedFamily, name: str) ->
 
 def build_engine(family: ResolvedFamily, models: tuple[str, ...]) -> ReferenceEngine:
     """Load ``models`` and start the reference engine on them."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from kvkin.engines.loading import load_model
+    from kvkin.engines.reference import ReferenceEngine
+
+    disable_progress_bar()  # "loading" says it; a bar is noise in a log file
     loaded = {}
     for name in models:
         identity = family.models[name]
@@ -83,6 +93,19 @@ def build_engine(family: ResolvedFamily, models: tuple[str, ...]) -> ReferenceEn
         )
     size = family.layout.block_size
     return ReferenceEngine(loaded, block_size=size, chunk_tokens=family.config.chunk_tokens)
+
+
+def build_worker(
+    settings: NodeSettings, engine: ReferenceEngine, transport: Transport | None = None
+) -> PrefillServer | DecodeServer:
+    """The node that ``settings`` describe, on the running event loop."""
+    if settings.role == "prefill":
+        from kvkin.prefill_nodes.node import PrefillNode as PrefillServer
+
+        return PrefillServer(settings, engine, transport)
+    from kvkin.decode_nodes.node import DecodeNode as DecodeServer
+
+    return DecodeServer(settings, engine, transport)
 
 
 def resolve_worker(config: ClusterConfig, name: str) -> ResolvedFamily:
@@ -115,12 +138,29 @@ class _Role:
 
 
 @dataclass(frozen=True)
+class Router(_Role):
+    """Start a router: it takes the clients' requests, chooses a plan for each, and hands them to the decode nodes."""
+
+    def run(self) -> int:
+        from kvkin.router.configured import settings_from
+        from kvkin.router.node import serve_router
+
+        config = self.load(RouterNode, "router")
+
+        def on_ready(router: RouterServer) -> None:
+            write_ready_file(self.ready_file, router.client_address)
+
+        serve_router(settings_from(resolve_cluster(config), self.node), on_ready)
+        log.info("stopped", node=self.node)
+        return 0
+
+
+@dataclass(frozen=True)
 class Prefill(_Role):
     """Start a prefill node: it computes shared contexts of its family and serves their KV layer by layer."""
 
     def run(self) -> int:
-        config = self.load(PrefillNode, "prefill node")
-        return serve_worker(config, self.node, self.ready_file)
+        return serve_worker(self.load(PrefillNode, "prefill node"), self.node, self.ready_file)
 
 
 @dataclass(frozen=True)
@@ -128,24 +168,25 @@ class Decode(_Role):
     """Start a decode node: it executes reuse plans for its models, generates, and serves the KV of its own contexts."""
 
     def run(self) -> int:
-        config = self.load(DecodeNode, "decode node")
-        return serve_worker(config, self.node, self.ready_file)
+        return serve_worker(self.load(DecodeNode, "decode node"), self.node, self.ready_file)
 
 
 def serve_worker(config: ClusterConfig, name: str, ready_file: Path | None) -> int:
+    """Load the weights of the worker ``name`` and serve until a signal. Returns the exit code."""
+    import torch
+
     node = config.nodes[name]
     assert isinstance(node, Worker)
     if node.threads:
         torch.set_num_threads(node.threads)
     family = resolve_worker(config, name)
     settings = worker_settings(config, family, name)
-    build = PrefillServer if isinstance(node, PrefillNode) else DecodeServer
 
     async def serve() -> None:
         stop = asyncio.Event()
         stop_on_signals(stop, name)
         engine = await asyncio.to_thread(build_engine, family, node.models)
-        worker = build(settings, engine)
+        worker = build_worker(settings, engine)
         log.info("serving", node=name, streams=worker.runtime.source_address, backend=settings.backend)
         write_ready_file(ready_file, worker.runtime.source_address)
         await worker.serve(stop)

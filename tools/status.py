@@ -1,0 +1,43 @@
+"""``kvkin status``: the nodes of a running cluster with their load, holdings and leases, and the router's counters."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import tyro
+from rich.console import Console
+
+from kvkin.tools.cluster_view import status_view
+from kvkin.tools.router_address import router_address
+from kvkin.transport.client import Client
+
+
+@dataclass(frozen=True)
+class Status:
+    """Show the nodes of a running cluster: load, KV held, leases, and what the router counted."""
+
+    config: Path | None = None
+    """Cluster file whose first router is asked; default: configs/clusters/local.yaml."""
+
+    address: str | None = None
+    """Address of a router instead, such as tcp://10.0.0.1:5570."""
+
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the whole reply as JSON."""
+
+    timeout_s: float = 5.0
+    """How long to wait for the router."""
+
+    def run(self) -> int:
+        with Client(router_address(self.config, self.address)) as client:
+            reply = client.status(timeout_s=self.timeout_s)
+        if self.json:
+            print(msgspec.json.format(msgspec.json.encode(reply)).decode())
+        else:
+            # a pipe has no width: rich would wrap at 80 columns and break names
+            Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(status_view(reply))
+        return 0
