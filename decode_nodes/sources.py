@@ -89,6 +89,10 @@ class PlanSources:
             self.stop()
             raise
 
+    async def wait(self) -> None:
+        """Until all streams have ended."""
+        await asyncio.gather(*self._tasks)
+
     def stop(self) -> None:
         """Stop pulling, unpin own blocks; scratch slots return as soon as nothing can write to them. Idempotent."""
         for task in self._tasks:

@@ -59,7 +59,10 @@ class ReferenceOps:
         self._head_dim: int = attention.head_dim
         self._heads: int = config.num_attention_heads
         kv_heads: int = config.num_key_value_heads
-        self.planes: tuple[Plane, ...] = (Plane("k", kv_heads, self._head_dim), Plane("v", kv_heads, self._head_dim))
+        self.planes: tuple[Plane, ...] = (
+            Plane("keys", kv_heads, self._head_dim),
+            Plane("values", kv_heads, self._head_dim),
+        )
         self._grouped = kv_heads != self._heads
         self._windows: list[int | None] = [_window_of(layer.self_attn, config) for layer in self._layers]
         weight = attention.k_proj.weight

@@ -134,6 +134,10 @@ class NodeRuntime:
         self._kept.add(task)
         task.add_done_callback(self._kept.discard)
 
+    async def settle(self) -> None:
+        """Until the background tasks that were kept so far are done."""
+        await asyncio.gather(*self._kept, return_exceptions=True)
+
     def memory_load(self) -> NodeLoad:
         """The part of the load that the memory knows."""
         store = self.store
@@ -172,7 +176,7 @@ class NodeRuntime:
         self.routers.close()
         # closing the peers settles what is still in flight, and with it the tasks that wait for that
         await self.links.close()
-        await asyncio.gather(*self._kept, return_exceptions=True)
+        await self.settle()
         self.holder.close()
         await self.memory.close()
         self.context.destroy(linger=200)

@@ -59,6 +59,10 @@ class TcpTransport(TransportBase):
     def port(self) -> int:
         return self._server.port
 
+    def limit_rate(self, max_bytes_per_s: int) -> None:
+        """Pace connections that peers open from now on (0: as fast as it goes); the kernel does it (Linux)."""
+        self._server.max_bytes_per_s = max_bytes_per_s
+
     def register(self, buffer: NDArray[np.uint8]) -> int:
         return self.add_region(buffer)
 
@@ -119,7 +123,7 @@ class TcpPeer:
         else:
             pull = Pull(transfer, merged, self._local)
             self._pulls[transfer] = pull
-            transfer.settled.add_done_callback(lambda _: self._pulls.pop(transfer, None))
+            transfer.on_settled = self._pulls.pop
             self._submit(pull.units)
         return transfer
 

@@ -26,6 +26,8 @@ STALL_S = 30
 GATHER = 64
 """Pieces of memory in one system call."""
 
+SO_MAX_PACING_RATE = 47  # Linux, <asm-generic/socket.h>: Python's socket module does not name it
+
 
 class TcpServer:
     """Listens from construction on; ``regions`` is the transport's live table."""
@@ -42,6 +44,8 @@ class TcpServer:
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._closed = False
+        self.max_bytes_per_s = 0
+        """Pace of each new connection, kept by the kernel (0: as fast as it goes)."""
         self._name = f"kvkin-tcp-serve-{next(self._numbers)}"
         self._acceptor = threading.Thread(target=self._accept, name=self._name, daemon=True)
         self._acceptor.start()
@@ -86,6 +90,8 @@ class TcpServer:
                 sock.settimeout(None)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                if self.max_bytes_per_s:
+                    sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, self.max_bytes_per_s)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", STALL_S, 0))
                 while self._answer(sock, region):
                     pass
