@@ -128,7 +128,7 @@ async def check_out_of_bounds_is_refused(pair: Pair) -> None:
         Copy(0, 0, -1),
         Copy(0, 0, 1 << 63),
     ]:
-        with pytest.raises(ValueError, match="region|negative"):
+        with pytest.raises(ValueError, match=r"region|negative"):
             peer.pull([Copy(0, 0, 8), bad], deadline_s=LONG_S)
     await peer.pull([Copy(8, 8, 8)], deadline_s=LONG_S).wait()
     assert (pair.local[:8] == FILL).all()

@@ -60,6 +60,7 @@ class PullTransfer:
         loop = asyncio.get_running_loop()
         self.num_bytes = num_bytes
         self.failed = False
+        self.on_settled: Callable[[PullTransfer], object] | None = None
         self._owner, self._abort, self._deadline_s = owner, abort, deadline_s
         self._outcome: asyncio.Future[None] = loop.create_future()
         self._settled: asyncio.Future[None] = loop.create_future()
@@ -109,6 +110,8 @@ class PullTransfer:
             self._settled.set_result(None)
             if self.failed:
                 self._owner.quarantined_bytes -= self.num_bytes
+            if self.on_settled is not None:
+                self.on_settled(self)
 
     def _timed_out(self) -> None:
         self._give_up(SourceTimeout(f"{self.num_bytes} bytes did not arrive within {self._deadline_s:g} s"))

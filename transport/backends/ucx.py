@@ -126,7 +126,7 @@ class UcxPeer:
         self._lost: KvkinError | None = None
         loop = asyncio.get_running_loop()
         self._down: asyncio.Future[None] = loop.create_future()
-        self._link = Link(loop, self._on_down)
+        self._link = Link(loop, self._on_down, owner.worker.wake)
 
     @property
     def quarantined_bytes(self) -> int:
@@ -161,15 +161,13 @@ class UcxPeer:
             # a pull that waits already goes first
             idle = len(self._unsettled) == 1
             small = transfer.num_bytes <= INLINE_BYTES and len(merged) <= INLINE_COPIES
-            if idle and small and self._link.try_now(job):
-                self._owner.worker.wake()
-            else:
+            if not (idle and small and self._link.try_now(job)):
                 self._owner.worker.submit(partial(self._link.start, job))
         return transfer
 
     def _track(self, transfer: PullTransfer, copies: Sequence[Copy], remote_base: int, local_base: int) -> Job:
         self._unsettled.add(transfer)
-        transfer.settled.add_done_callback(lambda _: self._unsettled.discard(transfer))
+        transfer.on_settled = self._unsettled.discard
         return Job(transfer, make_pieces(copies, remote_base, local_base))
 
     def _abort(self, transfer: PullTransfer) -> None:

@@ -75,8 +75,10 @@ class Link:
     The lock serializes the agent, which is not thread-safe: the loop only ever tries to take it.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_down: Callable[[KvkinError], None]) -> None:
-        self._loop, self._on_down = loop, on_down
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, on_down: Callable[[KvkinError], None], wake: Callable[[], None]
+    ) -> None:
+        self._loop, self._on_down, self._wake = loop, on_down, wake
         self._lock = threading.Lock()
         self._agent: NixlAgent | None = None
         self._remote = ""
@@ -104,6 +106,7 @@ class Link:
                 job.in_flight = 1
                 self._posted.append((handle, job))
                 self._jobs.append(job)
+                self._wake()
             return True
         except KvkinError:
             return False  # the worker meets the same error and tears the link down
@@ -118,7 +121,7 @@ class Link:
 
     @property
     def only_quarantined(self) -> bool:
-        return all(job.aborted for job in self._jobs)
+        return all(job.aborted for job in list(self._jobs))
 
     def open(self, name: str, loopback_only: bool, buffers: Sequence[NDArray[np.uint8]], metadata: bytes) -> None:
         """Make the agent and load the peer's metadata. Reports a failure through ``on_down``."""
@@ -145,14 +148,15 @@ class Link:
 
     def abort(self, transfer: PullTransfer) -> None:
         """Post nothing more of it; it settles when the pieces in flight have ended."""
-        for job in self._jobs:
-            if job.transfer is transfer:
-                job.aborted = True
-                job.pieces.clear()
-                if job.in_flight == 0:
-                    self._jobs.remove(job)
-                    call_on_loop(self._loop, transfer.settle)
-                return
+        with self._lock:
+            job = next((job for job in self._jobs if job.transfer is transfer), None)
+            if job is None:
+                return  # it ended while this was on its way
+            job.aborted = True
+            job.pieces.clear()
+            if job.in_flight == 0:
+                self._jobs.remove(job)
+                call_on_loop(self._loop, transfer.settle)
 
     def step(self) -> bool:
         """Look at the pieces in flight and post at most one. True if anything moved."""

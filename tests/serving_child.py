@@ -1,7 +1,7 @@
-"""The serving process of the transport tests and of ``kvkin bench transport``'s failure cases: run as a script.
+"""The serving process of the transport tests, run as a script (see ``transport_pairs.py``).
 
-Argument: backend, region bytes, port. It prints one line, the hex of its address (the ready-ack), and serves until its
-standard input ends; "port" is printed first for backends that have one.
+Arguments: backend, region bytes, port. It prints one line, its address in hex (the ready-ack), and serves until its
+standard input ends.
 """
 
 import asyncio
