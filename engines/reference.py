@@ -21,7 +21,7 @@ from kvkin.engines.api import Arrival, EngineRequest, EngineSink
 from kvkin.engines.layer_ops import LayerOps, layout_of
 from kvkin.engines.requests import RunningRequest
 from kvkin.engines.text import TextStream
-from kvkin.kv.errors import InvalidRequest, KvkinError
+from kvkin.kv.errors import DuplicateRequest, InvalidRequest, NodeUnavailable
 from kvkin.kv.execution import PlanExecution
 from kvkin.kv.layout import KVLayout
 from kvkin.kv.plan import ReusePlan
@@ -50,9 +50,11 @@ class ReferenceEngine:
         self._chunk_tokens = chunk_tokens
         self._requests: dict[str, RunningRequest] = {}
         self._turns: deque[str] = deque()
+        self._active: dict[str, EngineRequest] = {}  # submitted, neither ended nor cancelled; under the lock
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closed = False
+        self._drained = False  # nothing looks into the inbox any more
         self._thread: threading.Thread | None = None
         if start:
             self._thread = threading.Thread(target=self._run, name="kvkin-engine", daemon=True)
@@ -76,7 +78,12 @@ class ReferenceEngine:
         planned = self.plan_execution(request.model, request.plan)
         if planned.plan.num_tokens != len(request.token_ids):
             raise InvalidRequest(f"plan covers {planned.plan.num_tokens} of {len(request.token_ids)} tokens")
-        self._post(lambda: self._admit(request, sink, self._models[request.model]))
+        with self._wake:
+            if request.request_id in self._active:
+                raise DuplicateRequest(f"request {request.request_id!r} is still running")
+            self._active[request.request_id] = request
+        if not self._post(lambda: self._admit(request, sink, self._models[request.model])):
+            raise NodeUnavailable("the engine is closed")
         return planned
 
     def arrived(self, request_id: str, arrival: Arrival) -> None:
@@ -86,6 +93,8 @@ class ReferenceEngine:
         self._post(lambda: self._with(request_id, lambda running: running.replan(plan)))
 
     def cancel(self, request_id: str, reason: str) -> None:
+        with self._wake:
+            self._active.pop(request_id, None)
         self._post(lambda: self._with(request_id, lambda running: running.cancel(reason)))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -98,7 +107,8 @@ class ReferenceEngine:
                 except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the future
                     future.set_exception(error)
 
-        self._post(run)
+        if not self._post(run):
+            future.set_exception(NodeUnavailable("the engine is closed"))
         return future
 
     def close(self) -> None:
@@ -138,18 +148,25 @@ class ReferenceEngine:
         self._shut_down()
 
     def _shut_down(self) -> None:
-        while self._inbox:
-            self._inbox.popleft()()
+        while True:
+            with self._wake:
+                self._drained = not self._inbox
+                if self._drained:
+                    break
+                action = self._inbox.popleft()
+            action()
         for running in list(self._requests.values()):
             running.cancel("the engine is closing")
         self._requests.clear()
 
-    def _post(self, action: Callable[[], None]) -> None:
+    def _post(self, action: Callable[[], None]) -> bool:
+        """Have ``action`` run on the engine thread; False if the engine is closed and never will."""
         with self._wake:
-            if self._closed and self._thread is not None and not self._thread.is_alive():
-                return
+            if self._drained:
+                return False
             self._inbox.append(action)
             self._wake.notify_all()
+            return True
 
     def _admit(self, request: EngineRequest, sink: EngineSink, model: LoadedModel) -> None:
         stop = request.sampling.stop if request.sampling else ()
@@ -158,7 +175,8 @@ class ReferenceEngine:
             running = RunningRequest(
                 request, sink, model.ops, self._layouts[request.model], text, model.eos, self._chunk_tokens
             )
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:  # noqa: BLE001 - told to whoever submitted the request
+            self._release(request)
             sink.failed(request.request_id, error)
             return
         self._requests[request.request_id] = running
@@ -175,8 +193,14 @@ class ReferenceEngine:
         result: T | None = None
         try:
             result = action()
-        except (KvkinError, RuntimeError, ValueError, AssertionError, MemoryError, IndexError, KeyError) as error:
+        except Exception as error:  # noqa: BLE001 - ends this request and no other
             running.fail(error)
         if running.ended:
             self._requests.pop(running.request.request_id, None)
+            self._release(running.request)
         return result
+
+    def _release(self, request: EngineRequest) -> None:
+        with self._wake:
+            if self._active.get(request.request_id) is request:
+                del self._active[request.request_id]

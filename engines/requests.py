@@ -92,6 +92,7 @@ class RunningRequest:
     def replan(self, plan: ReusePlan) -> None:
         if not self._prefilled:
             self.counters.recomputed_layers.clear()
+            self.space.forget_taps()
             self._begin(plan)
 
     def cancel(self, reason: str) -> None:

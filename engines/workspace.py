@@ -43,6 +43,11 @@ class Workspace:
         """Whether E of all tokens [start, stop) at ``layer`` is here."""
         return any(first <= start and stop <= last for first, last in self._covered.get(layer, ()))
 
+    def forget_taps(self) -> None:
+        """Another plan begins: what was tapped under the one before is not its E."""
+        for spans in self._covered.values():
+            spans.clear()
+
     # --- bytes in and out ----------------------------------------------------------------------------------------------
 
     def load_kv(self, layer: int, start: int, blocks: NDArray[np.uint8], layout: KVLayout) -> None:

@@ -156,6 +156,11 @@ def _validate_layers(segment: Segment, num_layers: int, where: str) -> None:
     if isinstance(segment.recompute, TokenRows):
         if len(pulled) != num_layers:
             raise ValueError(f"{where}: token-wise reuse needs the KV of all layers")
+        rows = segment.recompute.rows
+        if list(rows) != sorted(set(rows)) or (rows and not segment.start <= rows[0] <= rows[-1] < segment.stop):
+            raise ValueError(f"{where}: recomputed rows must ascend and lie inside of it")
+        if segment.e_layer is not None or segment.e_holder is not None:
+            raise ValueError(f"{where}: token-wise reuse takes no hidden states")
         return
     group = segment.recompute
     computed = segment.recomputed_layers(num_layers)
@@ -179,12 +184,16 @@ def segment_provenance(segment: Segment, before: Provenance, lineage_id: bytes) 
     """Provenance of the blocks of ``segment`` on a receiver of ``lineage_id``, given that of the block before.
 
     Exact and shared-prefix segments keep exactness; a segment that is pulled whole from the receiver's own earlier blocks
-    keeps theirs; anything else taints. Pure, so that the router and the node come to the same answer.
+    keeps theirs; anything else taints. Exact KV after tainted blocks is neither exact nor what the model would have computed
+    there, so it gets a name of its own. Pure, so that the router and the node come to the same answer.
     """
     if not segment.sources:
         return computed_after(before, segment.start, lineage_id)
     holders = {source.holder.provenance for source in segment.sources}
-    if segment.kind in (PlanKind.EXACT, PlanKind.SHARED_PREFIX) and all(holder.exact for holder in holders):
+    if segment.e_holder is not None:
+        holders.add(segment.e_holder.provenance)
+    claimed = segment.kind in (PlanKind.EXACT, PlanKind.SHARED_PREFIX)
+    if claimed and before.exact and all(holder.exact for holder in holders):
         return computed_after(before, segment.start, lineage_id)
     if len(holders) == 1 and segment.recompute is None:
         (held,) = holders

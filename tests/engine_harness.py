@@ -52,7 +52,9 @@ class Bench(Protocol):
 
 
 class MakeEngine(Protocol):
-    def __call__(self, models: Mapping[str, Any], *, block_size: int, chunk_tokens: int) -> Bench: ...
+    def __call__(
+        self, models: Mapping[str, Any], *, block_size: int, chunk_tokens: int, eos: frozenset[int] = frozenset()
+    ) -> Bench: ...
 
 
 # --- families ------------------------------------------------------------------------------------------------------------
