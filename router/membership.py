@@ -35,6 +35,8 @@ MAX_BUFFERED_DELTAS = 4096
 MAX_REMEMBERED = 1024
 # What was sent to a node this short before its heartbeat may not be in the heartbeat's figures yet.
 DISPATCH_GRACE_S = 0.25
+# What was sent within this time counts as sent at once, so that a busy second is a few entries.
+DISPATCH_BUCKET_S = 0.05
 
 
 class NodeState(enum.StrEnum):
@@ -160,7 +162,11 @@ class Member:
 
     def dispatched(self, num_tokens: int, now: float) -> None:
         """Work was sent that no heartbeat tells of yet."""
-        self._dispatched.append((now, num_tokens))
+        if self._dispatched and now - self._dispatched[-1][0] < DISPATCH_BUCKET_S:
+            at, before = self._dispatched.pop()
+            self._dispatched.append((at, before + num_tokens))
+        else:
+            self._dispatched.append((now, num_tokens))
 
     def heartbeat(self, message: Heartbeat, now: float) -> None:
         self.load, self.load_at = message.load, now

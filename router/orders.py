@@ -8,11 +8,16 @@ from kvkin.kv.plan import ReusePlan
 
 
 class Order:
-    """One order: where it runs, until when, and which requests pull from it while it runs."""
+    """One order: where it runs, until when, and which requests pull from it while it runs.
 
-    def __init__(self, order_id: str, node: str, peer: bytes, context: tuple[str, bytes], deadline_at: float) -> None:
+    A background order is for requests to come: it goes on when those that happen to pull from it end.
+    """
+
+    def __init__(
+        self, order_id: str, node: str, peer: bytes, context: tuple[str, bytes], deadline_at: float, background: bool
+    ) -> None:
         self.order_id, self.node, self.peer = order_id, node, peer
-        self.context, self.deadline_at = context, deadline_at
+        self.context, self.deadline_at, self.background = context, deadline_at, background
         self.users: set[str] = set()
 
 

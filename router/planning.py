@@ -86,7 +86,7 @@ class Planner:
         self._index.announce(wanted.node, wanted.order_id, hashes, wanted.provenance, wanted.kv_layers, wanted.e_layers)
         deadline_s = self._settings.timeouts.order_s
         context = context_of(request, wanted)
-        record = Order(wanted.order_id, wanted.node, member.peer, context, now + deadline_s)
+        record = Order(wanted.order_id, wanted.node, member.peer, context, now + deadline_s, wanted.background)
         message = PrefillOrder(
             order_id=wanted.order_id,
             model=wanted.model,

@@ -154,9 +154,9 @@ class Sim:
 
     def nothing_left(self) -> None:
         assert self.core.num_requests == 0
-        assert not (self.core._by_key)
-        assert not (self.core._by_attempt)
-        assert not (self.core._by_client)
+        assert not (self.core.serving.by_key)
+        assert not (self.core.serving.by_attempt)
+        assert not (self.core.serving.by_client)
 
 
 @pytest.fixture
@@ -243,6 +243,14 @@ def test_an_answer_is_remembered_before_the_client_can_ask_on(sim: Sim) -> None:
     kinds = [type(one) for one in sim.said if isinstance(one, RememberAnswer | Reply)]
     assert kinds[-2:] == [RememberAnswer, Reply]
     assert sim.all(RememberAnswer) == [RememberAnswer("base", tail, "yes", (7, 8))]
+
+
+def test_an_answer_that_is_not_published_is_not_remembered(sim: Sim) -> None:
+    peer = sim.join("d0")
+    tail = Tail(b"before", "piece", prompt().token_ids)  # type: ignore[arg-type]
+    execute = sim.run(Generate("1", "base", prompt="hi", publish=False), prompt(tail=tail))
+    sim.feed(NodeSaid(peer, done(execute, 7)))
+    assert sim.all(RememberAnswer) == []
 
 
 def test_a_request_without_messages_has_nothing_to_remember(sim: Sim) -> None:
@@ -623,7 +631,7 @@ def test_a_live_order_goes_out_before_the_plan_that_pulls_from_it(settings: Rout
     assert execute.source_addresses == {"p0": "tcp://127.0.0.1:1/p0"}
     sim.feed(NodeSaid(prefill, OrderDone(order.order_id, 8, 8, 0.1)))
     sim.feed(NodeSaid(prefill, OrderDone(order.order_id, 8, 8, 0.1)))
-    assert len(sim.core.orders) == 0
+    assert len(sim.core.serving.orders) == 0
     assert sim.core.counters["orders_done"] == 1
 
 
@@ -645,6 +653,18 @@ def test_background_orders_of_one_context_are_one(settings: RouterSettings) -> N
     assert len(sim.told(PrefillOrder)) == 1
 
 
+def test_a_background_order_goes_on_when_those_who_pull_from_it_end(settings: RouterSettings) -> None:
+    policies = [ordering(live=False), ordering(live=True), ordering(live=True)]
+    sim = Sim(settings, lambda *asked: policies.pop(0)(*asked))
+    sim.join("d0")
+    sim.join("p0", role="prefill")
+    for number in range(3):
+        sim.run(Generate(str(number), "base", prompt="hi"))
+        sim.feed(ClientAsked(CLIENT, Cancel(str(number))))
+    assert len(sim.told(PrefillOrder)) == 1
+    assert len(sim.core.serving.orders) == 1
+
+
 def test_an_order_is_aborted_once_nobody_waits_for_it(settings: RouterSettings) -> None:
     sim = Sim(settings, ordering(live=True))
     sim.join("d0")
@@ -656,7 +676,7 @@ def test_an_order_is_aborted_once_nobody_waits_for_it(settings: RouterSettings) 
     assert (prefill, Abort(order_id, "nobody waits for it any more")) not in sim.told(Abort)
     sim.feed(ClientAsked(CLIENT, Cancel("1")))
     assert (prefill, Abort(order_id, "nobody waits for it any more")) in sim.told(Abort)
-    assert len(sim.core.orders) == 0
+    assert len(sim.core.serving.orders) == 0
     assert sim.core.index.match(prompt().hashes, ROOT) == []
 
 
@@ -673,7 +693,7 @@ def test_an_order_that_fails_is_offered_no_more_and_harms_no_request(settings: R
         sim.feed(PeerLost(prefill))
     else:
         sim.wait(121.0, 1.0, beating=["d0", "p0"])
-    assert len(sim.core.orders) == 0
+    assert len(sim.core.serving.orders) == 0
     assert sim.core.index.match(prompt().hashes, ROOT) == []
     sim.feed(NodeSaid(decode, done(execute, 7)))
     assert len(sim.replies(Finished)) == 1

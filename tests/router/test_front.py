@@ -96,7 +96,7 @@ def nothing_leaks() -> Iterator[None]:
 async def router(nothing_leaks: None, settings: RouterSettings) -> AsyncIterator[RouterNode]:
     async with RouterNode(settings, choose=choose_privately) as node:
         yield node
-        assert not node.core._by_attempt, "a test left requests on their nodes"
+        assert not node.core.serving.by_attempt, "a test left requests on their nodes"
 
 
 @pytest.fixture
