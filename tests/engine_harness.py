@@ -34,6 +34,11 @@ from kvkin.kv.pulls import E_LAYER
 NUM_LAYERS = 5
 SHARED_DEPTH = 2  # layers [0, 2) of "upper" are those of "sender"
 TAPS = (1, 2, 4)
+# Models whose layers have different windows, or that have a window only where the config says so.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 2}),
+    "mixtral-window": ("mixtral", {"sliding_window": 10}),
+}
 
 
 class Bench(Protocol):
@@ -72,9 +77,9 @@ def family(arch: str) -> dict[str, Any]:
 
 
 def _tiny(arch: str) -> Any:
-    model = AutoModelForCausalLM.from_config(
-        tiny_config(arch, NUM_LAYERS), dtype=torch.float32, attn_implementation="sdpa"
-    )
+    base, overrides = VARIANTS.get(arch, (arch, {}))
+    config = tiny_config(base, NUM_LAYERS, **overrides)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     return model.eval().requires_grad_(False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from check_engine import SHAPES, check_shape
+from engine_harness import VARIANTS
 from reference_bench import make_reference
 from tiny_models import ARCHITECTURES
 
@@ -12,3 +13,9 @@ from tiny_models import ARCHITECTURES
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_plan_shape(arch: str, shape: str) -> None:
     check_shape(make_reference, arch, shape)
+
+
+@pytest.mark.parametrize("shape", ["private", "partial_middle", "agent_turn"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_windows_of_single_layers(variant: str, shape: str) -> None:
+    check_shape(make_reference, variant, shape)
