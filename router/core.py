@@ -196,7 +196,7 @@ class RouterCore:
             router=self._settings.name,
             uptime_s=self._out.now - self._started_at,
             running=self.num_requests,
-            nodes=self.membership.status(self._out.now),
+            nodes=self.membership.status(self._out.now, self.index.num_held),
             index_blocks=len(self.index),
             counters=dict(self.counters) | {"orders_open": len(self.serving.orders)},
         )

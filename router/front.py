@@ -50,19 +50,19 @@ class PromptWorkers:
         self._builders = _builders(settings)
         self._roots = {name: _roots(settings, model) for name, model in settings.models.items()}
         self._pool = concurrent.futures.ThreadPoolExecutor(settings.prompt_threads, thread_name_prefix="prompt")
-        self._remembering: set[concurrent.futures.Future[None]] = set()
+        self._remembering: list[concurrent.futures.Future[None]] = []
 
     def prepare(self, request_id: str, request: Generate, report: Callable[[PromptReady | PromptFailed], None]) -> None:
         """Start preparing; ``report`` is called with the outcome, on a worker thread."""
         # the next turn must find the answer that it splices; these jobs stand before it in the same queue
-        before = tuple(self._remembering)
+        before = self._remembering = [future for future in self._remembering if not future.done()]
         self._pool.submit(self._prepare, request_id, request, before, report)
 
     def remember(self, command: RememberAnswer) -> None:
         """Keep an answer's ids for prompts that are prepared from now on."""
-        future = self._pool.submit(self._remember, command)
-        self._remembering.add(future)
-        future.add_done_callback(self._remembering.discard)
+        unfinished = [future for future in self._remembering if not future.done()]
+        # a new list: those that were handed to a worker must not change under its hands
+        self._remembering = [*unfinished, self._pool.submit(self._remember, command)]
 
     def close(self) -> None:
         """Drop what is queued and wait for what runs."""
@@ -87,7 +87,7 @@ class PromptWorkers:
         self,
         request_id: str,
         request: Generate,
-        before: tuple[concurrent.futures.Future[None], ...],
+        before: list[concurrent.futures.Future[None]],
         report: Callable[[PromptReady | PromptFailed], None],
     ) -> None:
         concurrent.futures.wait(before)

@@ -63,6 +63,10 @@ class PrefixIndex:
     def __contains__(self, block: BlockHash) -> bool:
         return block in self._tree.entries
 
+    def num_held(self, node: str) -> int:
+        """Blocks that are known to be on ``node``, once for each provenance."""
+        return sum(chain.num_blocks for chain in self._tree.table.chains_of(node))
+
     # --- what nodes say ----------------------------------------------------------------------------------------------
 
     def apply_snapshot(self, node: str, holdings: Holdings) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -141,7 +141,6 @@ class Member:
         self.last_seen = now
         self.load, self.load_at = NodeLoad(), now
         self.order = HoldingsOrder(now)
-        self.num_holdings = 0
         self._dispatched: list[tuple[float, int]] = []
 
     @property
@@ -230,7 +229,8 @@ class Membership:
             if member.state is not NodeState.DEAD and member.registration.role == "decode" and model in member.models
         )
 
-    def status(self, now: float) -> tuple[NodeStatus, ...]:
+    def status(self, now: float, num_held: Callable[[str], int]) -> tuple[NodeStatus, ...]:
+        """All nodes for ``status_reply``; ``num_held`` says how many blocks of a node the index knows."""
         return tuple(
             NodeStatus(
                 name=member.name,
@@ -239,7 +239,7 @@ class Membership:
                 incarnation=member.incarnation,
                 models=member.models,
                 load=member.load,
-                holdings=member.num_holdings,
+                holdings=num_held(member.name),
                 last_seen_s=max(0.0, now - member.last_seen),
             )
             for member in self._members.values()
@@ -289,9 +289,6 @@ class Membership:
         ready, missing = member.order.accept(message)
         facts: list[Fact] = []
         for snapshot, holdings in ready:
-            # "holdings" of the status is the number of advertised blocks, as far as counting additions can tell
-            member.num_holdings = 0 if snapshot else member.num_holdings
-            member.num_holdings = max(0, member.num_holdings + len(holdings.added) - len(holdings.removed))
             facts.append(HoldingsInOrder(member.name, snapshot, holdings))
         if missing:
             return facts + self._ask_for_snapshot(member, now)
@@ -350,7 +347,6 @@ class Membership:
         if member.state is NodeState.DEAD:
             return []
         member.state = NodeState.DEAD
-        member.num_holdings = 0
         return [NodeLost(member.name, member.incarnation, reason)]
 
     def _ask_for_snapshot(self, member: Member, now: float) -> list[Fact]:

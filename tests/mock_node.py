@@ -243,6 +243,9 @@ class MockNode:
         for task in self._tasks:
             task.cancel()
 
+    def thaw(self) -> None:
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
+
     def leave(self) -> None:
         self.say(Leave(self.registration.incarnation))
 

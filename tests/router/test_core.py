@@ -709,6 +709,8 @@ def test_a_node_that_is_lost_takes_its_holdings_along(sim: Sim) -> None:
     provenance = exact_provenance(lineage("base").id)
     sim.feed(NodeSaid(peer, Holdings("one", 1, (provenance,), added, epoch=1)))
     assert [match.num_blocks for match in sim.core.index.match(given.hashes, ROOT)] == [2]
+    sim.feed(ClientAsked(CLIENT, AskStatus("s")))
+    assert [node.holdings for node in sim.replies(StatusReply)[0].nodes] == [2]
     sim.feed(PeerLost(peer))
     assert sim.core.index.match(given.hashes, ROOT) == []
 

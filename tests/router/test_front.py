@@ -286,6 +286,24 @@ async def test_a_killed_node_is_noticed_by_silence_and_its_request_runs_elsewher
     wire.close()
 
 
+class TestFrozenNodes:
+    @pytest.fixture
+    def settings(self, tmp_path: Path) -> RouterSettings:
+        return make_settings(tmp_path, timeouts=Timeouts(tick_s=0.02, heartbeat_s=0.1, node_dead_s=0.5))
+
+    async def test_a_frozen_node_is_noticed_and_comes_back_as_a_stranger(self, router: RouterNode, wire: Wire) -> None:
+        async with MockNode(router.node_address, "d0", mode="hold") as first, MockNode(router.node_address, "d1"):
+            wire.send(bad())
+            execute = await first.expect(Execute)
+            first.freeze()
+            assert (await wire.read_to(Finished)).node == "d1"
+            first.thaw()
+            await first.expect(SnapshotWanted, lambda one: one.register)
+            first.generate(execute, 0, (5,), "x")
+            assert (await first.expect(Abort)).request_id == execute.request_id
+            await until(lambda: set(router.core.membership.serving("base")) == {"d0", "d1"})
+
+
 async def test_a_node_of_another_version_or_other_weights_is_refused(router: RouterNode) -> None:
     node = MockNode(router.node_address, "d0")
     node._tasks = [asyncio.create_task(node._read())]

@@ -46,6 +46,10 @@ def members(router_settings: RouterSettings) -> Membership:
     return Membership(router_settings, "router-inc")
 
 
+def no_blocks(node: str) -> int:
+    return 0
+
+
 def join(members: Membership, now: float = 0.0, peer: bytes = PEER, node: str = "d0", incarnation: str = "one") -> None:
     facts = members.register(peer, registration(node, incarnation=incarnation), now)
     assert [type(fact) for fact in facts][-1] is NodeJoined
@@ -97,7 +101,7 @@ def test_a_node_that_does_not_fit_is_refused_and_told_why(
     assert isinstance(fact.message, Refused)
     assert fact.message.code == code
     assert fact.message.message
-    assert members.status(0.0) == ()
+    assert members.status(0.0, no_blocks) == ()
 
 
 def test_only_configured_nodes_may_register(router_settings: RouterSettings) -> None:
@@ -159,7 +163,7 @@ def test_silence_and_goodbyes_end_a_node_once(members: Membership) -> None:
     assert members.leave(PEER, Leave("one")) == []
     assert members.peer_lost(PEER) == []
     assert members.tick(100.0) == []
-    assert {node.state for node in members.status(100.0)} == {"dead"}
+    assert {node.state for node in members.status(100.0, no_blocks)} == {"dead"}
 
 
 def test_any_work_message_is_a_sign_of_life(members: Membership) -> None:
