@@ -20,10 +20,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvkin.kv.cost import Estimate
 from kvkin.kv.errors import NodeUnavailable
+from kvkin.kv.hashing import block_hashes
 from kvkin.kv.layout import KVLayout, Plane
 from kvkin.kv.lineage import LayerWeights, Lineage, fold_lineage
 from kvkin.kv.plan import PlanKind, private_plan
-from kvkin.kv.provenance import Quality
+from kvkin.kv.provenance import Quality, exact_provenance
 from kvkin.router.index import Match
 from kvkin.router.policy_types import ClusterView, Decision, PolicyRequest, PolicySettings
 from kvkin.router.settings import FamilySettings, Limits, ModelSettings, RouterSettings, Timeouts
@@ -208,6 +209,7 @@ class MockNode:
         self.executed: dict[str, Execute] = {}
         self.load = NodeLoad()
         self.draining = False
+        self.publishing = False  # holdings of what was computed follow each answer, as real nodes send them
         self._arrived = asyncio.Condition()
         self._heartbeat_s = heartbeat_s
         self._epoch = self._sequence = 0
@@ -277,6 +279,19 @@ class MockNode:
         timings = Timings(queue_ms=1.0, suffix_ms=2.0)
         self.say(Done(execute.request_id, text, self.answer, "stop", timings, report(self.tokens_reused)))
 
+    def publish(self, execute: Execute) -> None:
+        """Advertise the full blocks of prompt + answer - 1 as exact KV of the request's model."""
+        ids = (*execute.token_ids, *self.answer[:-1])
+        hashes = block_hashes(ids, execute.root, BLOCK_SIZE)
+        parents = [execute.root, *hashes]
+        added = tuple(
+            Holding(block, parents[number], 0, number * BLOCK_SIZE, NUM_LAYERS) for number, block in enumerate(hashes)
+        )
+        self._sequence += 1
+        provenance = exact_provenance(lineage(execute.model).id)
+        incarnation = self.registration.incarnation
+        self.say(Holdings(incarnation, self._sequence, (provenance,), added, epoch=self._epoch))
+
     def fail(self, request_id: str, code: str = "internal", *, retryable: bool = False) -> None:
         self.say(Failed(request_id, code, "the test wants it", retryable))
 
@@ -296,6 +311,8 @@ class MockNode:
         if self.mode == "stream":
             return
         self.generate(execute, 1, self.answer[1:], text[1:])
+        if self.publishing:
+            self.publish(execute)
         self.finish(execute)
 
     async def _read(self) -> None:
