@@ -1,113 +1,13 @@
-"""A client written from docs/protocol.md with nothing but ZeroMQ and MessagePack, as one in another language would be.
-
-Everything above the line imports nothing of kvkin; the fixture below it starts a router and a mock node to talk to.
-"""
+"""The client of ``plain_client.py`` against a router with a mock node: docs/protocol.md is enough."""
 
 from __future__ import annotations
 
-import functools
-import operator
+import ast
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
-import msgpack
-import zmq
-
-
-class PlainClient:
-    def __init__(self, address: str) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(address)
-
-    def send(self, message: dict[str, Any]) -> None:
-        self._socket.send(msgpack.packb(message))
-
-    def receive(self, timeout_s: float = 20.0) -> dict[str, Any]:
-        if not self._socket.poll(1000 * timeout_s):
-            raise TimeoutError("the router is silent")
-        return dict(msgpack.unpackb(self._socket.recv()))
-
-    def answer(self, **request: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """(the tokens messages, the terminal reply) of one request."""
-        self.send({"type": "generate", **request})
-        tokens = []
-        while True:
-            reply = self.receive()
-            if reply["id"] != request["id"]:
-                continue
-            if reply["type"] == "tokens":
-                tokens.append(reply)
-            elif reply["type"] in ("finished", "error"):
-                return tokens, reply
-
-    def close(self) -> None:
-        self._socket.close()
-        self._context.term()
-
-
-def ask_everything(client: PlainClient) -> None:
-    """A tour of the protocol."""
-    tokens, end = client.answer(id="1", model="base", messages=[{"role": "user", "content": "hello"}])
-    assert end["type"] == "finished"
-    assert "".join(one["text"] for one in tokens) == end["text"] == "yes"
-    assert functools.reduce(operator.iadd, (one["token_ids"] for one in tokens), []) == end["token_ids"]
-    assert [one["index"] for one in tokens] == [0, 1]
-    assert end["finish_reason"] == "stop"
-    assert set(end["usage"]) == {"prompt_tokens", "completion_tokens", "cached_tokens"}
-    assert end["report"]["kind"] == "private"
-    assert end["timings"]["ttft_ms"] > 0
-
-    tokens, end = client.answer(id="2", model="base", prompt="hello", stream=False, sampling={"max_tokens": 5})
-    assert (tokens, end["type"]) == ([], "finished")
-
-    _, end = client.answer(id="3", model="base", token_ids=[5, 6, 7], reuse="off", publish=False, deadline_s=10)
-    assert end["usage"]["prompt_tokens"] == 3
-
-    _, end = client.answer(id="4", model="nobody", prompt="hello")
-    assert (end["type"], end["code"], end["retryable"]) == ("error", "unknown_model", False)
-    assert "base" in end["message"]
-
-    _, end = client.answer(id="5", model="base")
-    assert end["code"] == "invalid_request"
-
-    client.send({"type": "models", "id": "6"})
-    reply = client.receive()
-    assert (reply["type"], reply["id"]) == ("model_list", "6")
-    assert {model["name"]: model["nodes"] for model in reply["models"]} == {"base": ["d0"], "tuned": []}
-
-    client.send({"type": "status", "id": "7"})
-    reply = client.receive()
-    assert (reply["type"], reply["running"], reply["nodes"][0]["state"]) == ("status_reply", 0, "alive")
-
-    client.send({"type": "ping", "id": "8", "running": ["of-before-the-restart"]})
-    lost, pong = client.receive(), client.receive()
-    assert (lost["type"], lost["id"], lost["code"]) == ("error", "of-before-the-restart", "node_unavailable")
-    assert (pong["type"], pong["id"], pong["router"]) == ("pong", "8", "router-0")
-
-    client.send({"type": "cancel", "id": "never-was"})
-    client.send({"type": "what", "id": "9"})
-    reply = client.receive()
-    assert (reply["type"], reply["id"], reply["code"]) == ("error", "9", "protocol")
-
-
-def stop_half_way(client: PlainClient) -> None:
-    """A request that hangs after its first token, cancelled."""
-    client.send({"type": "generate", "id": "1", "model": "base", "prompt": "hello"})
-    while client.receive()["type"] != "tokens":
-        pass
-    client.send({"type": "cancel", "id": "1"})
-    while (reply := client.receive())["type"] == "accepted":
-        pass
-    assert (reply["type"], reply["id"], reply["code"]) == ("error", "1", "cancelled")
-
-
-# --- the cluster to talk to -----------------------------------------------------------------------------------------------
-
-import asyncio
-
+import plain_client
 import pytest
 from mock_node import MockNode, choose_privately, make_settings, no_leaks
 
@@ -129,14 +29,21 @@ async def cluster(nothing_leaks: None, tmp_path: Path) -> AsyncIterator[tuple[Ro
         yield router, node
 
 
+def test_the_client_knows_nothing_of_kvkin() -> None:
+    tree = ast.parse(Path(plain_client.__file__).read_text(encoding="utf-8"))
+    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert modules == {"__future__", "functools", "msgpack", "operator", "typing", "zmq"}
+
+
 async def test_the_protocol_is_enough(cluster: tuple[RouterNode, MockNode]) -> None:
-    client = PlainClient(cluster[0].client_address)
-    await asyncio.to_thread(ask_everything, client)
+    client = plain_client.PlainClient(cluster[0].client_address)
+    await asyncio.to_thread(plain_client.ask_everything, client)
     client.close()
 
 
 async def test_cancelling(cluster: tuple[RouterNode, MockNode]) -> None:
     cluster[1].mode = "stream"
-    client = PlainClient(cluster[0].client_address)
-    await asyncio.to_thread(stop_half_way, client)
+    client = plain_client.PlainClient(cluster[0].client_address)
+    await asyncio.to_thread(plain_client.stop_half_way, client)
     client.close()
