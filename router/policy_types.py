@@ -67,8 +67,10 @@ class GroupChoice(msgspec.Struct, frozen=True):
     loss: float = math.inf
 
 
-class FamilyView(msgspec.Struct, frozen=True):
-    """One family. ``lineages`` are keyed by lineage id, ``models_of`` names the models of each id.
+class FamilyView(msgspec.Struct, frozen=True, eq=False, weakref=True):
+    """One family, made once: the policy remembers what follows from it for as long as this very object lives.
+
+    ``lineages`` are keyed by lineage id, ``models_of`` names the models of each id.
 
     ``base_model`` is what the prefill nodes compute when they are ordered. ``groups`` are keyed by (sender, receiver) model.
     """
@@ -103,11 +105,13 @@ class PolicySettings(msgspec.Struct, frozen=True):
 
     - ``beta``: seconds of TTFT that one node-second is worth.
     - ``exact_preference``: share of its objective by which an approximate plan must beat the best exact one (ties prefer exact).
-    - ``min_pull_tokens``: contexts shorter than this are never pulled over the wire (the layer pipeline costs more than it saves).
+    - ``min_pull_tokens``: less than this is never pulled over the wire (the layer pipeline costs more than it saves).
     - ``min_order_tokens``: contexts shorter than this are never ordered from the prefill pool.
-    - ``min_fan_out``: expected later requests below which no order is made.
-    - ``max_pool_queue_s``: a prefill node with a longer queue gets no more background orders.
-    - ``live_margin``: a live order is chosen only if its TTFT is at most this share of the private one.
+    - ``min_fan_out``: expected later requests below which no background order is made.
+    - ``max_pool_queue_s``: a prefill node with a longer queue gets no more orders.
+    - ``live_margin``: a live order is chosen only if its TTFT is at most this share of the best plan's without it.
+    - ``spill_s``: a node that holds none of the context is chosen over one that does only if it is better by this much.
+    - ``max_segments``: most segments of a plan.
     """
 
     beta: float = 0.1
@@ -116,8 +120,10 @@ class PolicySettings(msgspec.Struct, frozen=True):
     min_order_tokens: int = 256
     min_fan_out: float = 1.0
     max_pool_queue_s: float = 30.0
-    live_margin: float = 0.9
+    live_margin: float = 0.7
     cost: CostSettings = CostSettings()
+    spill_s: float = 0.5
+    max_segments: int = 16
 
 
 class OrderRequest(msgspec.Struct, frozen=True):
@@ -137,16 +143,16 @@ class OrderRequest(msgspec.Struct, frozen=True):
 
 
 class Considered(msgspec.Struct, frozen=True):
-    """One alternative that the policy weighed; ``rejected`` says why it lost (empty: it was chosen)."""
+    """One alternative that the policy weighed."""
 
     node: str
     label: str
     quality: Quality
     loss: float
-    reused_tokens: int
+    reused_blocks: int
     ttft_s: float
     objective_s: float
-    rejected: str = ""
+    chosen: bool
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -1,0 +1,115 @@
+"""What the policy knows of a receiver beforehand: which parts of which sender's KV it may use, and how.
+
+Derived once per (family, model) and remembered for as long as the FamilyView lives; pure.
+"""
+
+from __future__ import annotations
+
+import math
+from weakref import WeakKeyDictionary
+
+from kvkin.kv.lineage import Lineage, shared_transition
+from kvkin.kv.plan import LayerGroup, PlanKind
+from kvkin.kv.provenance import Provenance, exact_provenance
+from kvkin.router.policy_types import FamilyView
+
+
+class Option:
+    """One way to reuse a block: which layers are pulled, from where the recompute starts, what it costs in quality."""
+
+    __slots__ = ("e_layer", "group", "kind", "loss", "needed_layers", "pulled", "pulled_layers", "recomputed_layers")
+
+    def __init__(self, kind: PlanKind, num_layers: int, group: LayerGroup | None, loss: float) -> None:
+        self.kind, self.group, self.loss = kind, group, loss
+        start, stop = (num_layers, num_layers) if group is None else (group.start, group.stop)
+        spans = (LayerGroup(0, start), LayerGroup(stop, num_layers))
+        self.pulled = tuple(span for span in spans if len(span))
+        self.pulled_layers = sum(map(len, self.pulled))
+        self.recomputed_layers = stop - start
+        self.needed_layers = num_layers if stop < num_layers or group is None else start
+        self.e_layer = start if group is not None and start > 0 else None
+
+
+class Facts:
+    """A receiver: its lineage, and by sender lineage id how deep both agree and which groups are allowed."""
+
+    def __init__(self, model: str, lineage: Lineage, family: FamilyView) -> None:
+        self.model, self.num_layers = model, lineage.num_layers
+        self.lineage_id = lineage.id
+        self.provenance: Provenance = exact_provenance(self.lineage_id)
+        self.kv_block_bytes = family.layout.kv_block_bytes
+        self.e_block_bytes = family.layout.e_block_bytes
+        self.base_lineage = family.base_lineage
+        self.num_models = family.num_models
+        self.shared = {key: shared_transition(sender, lineage) for key, sender in family.lineages.items()}
+        self.shared[self.lineage_id] = self.num_layers
+        self.whole = Option(PlanKind.EXACT, self.num_layers, None, 0.0)
+        self.kept = Option(PlanKind.PARTIAL, self.num_layers, None, 0.0)
+        self.from_layer = {
+            layer: Option(PlanKind.SHARED_PREFIX, self.num_layers, LayerGroup(layer, self.num_layers), 0.0)
+            for layer in range(1, self.num_layers)
+        }
+        self.groups = {
+            key: self._groups(names, family) for key, names in family.models_of.items() if key != self.lineage_id
+        }
+        # share of the layers that this model computes when the base model's KV is there
+        self.share_after_base = self._share_after_base(family)
+
+    def offers(self, lineage_id: bytes) -> bool:
+        """Whether blocks of a lineage can be of any use to the receiver."""
+        return self.shared.get(lineage_id, 0) > 0 or bool(self.groups.get(lineage_id))
+
+    def exact_option(self, lineage_id: bytes, kv_layers: int, e_layers: tuple[int, ...]) -> Option | None:
+        """How exact blocks of a lineage give this receiver exact KV (None: not at all)."""
+        depth = self.shared.get(lineage_id, 0)
+        if depth >= self.num_layers and kv_layers >= self.num_layers:
+            return self.whole
+        limit = min(depth, kv_layers, self.num_layers - 1)
+        return self.from_layer.get(max((layer for layer in e_layers if layer <= limit), default=0))
+
+    def _groups(self, senders: tuple[str, ...], family: FamilyView) -> tuple[Option, ...]:
+        options: dict[tuple[int, int], Option] = {}
+        for sender in senders:
+            for choice in family.groups.get((sender, self.model), ()):
+                start, stop = choice.group.start, choice.group.stop
+                # a group of all layers reuses nothing
+                if 0 <= start < stop <= self.num_layers and stop - start < self.num_layers:
+                    known = options.get((start, stop))
+                    if known is None or choice.loss < known.loss:
+                        options[start, stop] = Option(PlanKind.PARTIAL, self.num_layers, choice.group, choice.loss)
+        return tuple(options.values())
+
+    def _share_after_base(self, family: FamilyView) -> float:
+        if self.base_lineage is None:
+            return 1.0
+        depth = self.shared.get(self.base_lineage, 0)
+        if depth >= self.num_layers:
+            return 0.0
+        recomputed = [option.recomputed_layers for option in self.groups.get(self.base_lineage, ())]
+        recomputed += [self.num_layers - layer for layer in family.transition_layers if 0 < layer <= depth]
+        return min(recomputed, default=self.num_layers) / self.num_layers
+
+
+_FACTS: WeakKeyDictionary[FamilyView, dict[tuple[str, int], tuple[Lineage, Facts]]] = WeakKeyDictionary()
+
+
+def facts_of(model: str, lineage: Lineage, family: FamilyView) -> Facts:
+    """The remembered facts of a receiver."""
+    known = _FACTS.setdefault(family, {})
+    # by identity: hashing a lineage means hashing all its layers
+    found = known.get((model, id(lineage)))
+    if found is None:
+        if len(known) > 4 * len(family.lineages) + 64:
+            known.clear()
+        found = known[model, id(lineage)] = (lineage, Facts(model, lineage, family))
+    return found[1]
+
+
+def saving_after_base(family: FamilyView, receiver: str) -> float:
+    """Mean share of a private prefill that the family's other models save once the base model's KV is there."""
+    shares = []
+    for key, names in family.models_of.items():
+        for name in names:
+            if name not in (receiver, family.base_model):
+                shares.append(1.0 - facts_of(name, family.lineages[key], family).share_after_base)
+    return math.fsum(shares) / len(shares) if shares else 0.0
