@@ -6,12 +6,13 @@ Small enough that four processes start within seconds once torch is imported; us
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import yaml
 from tiny_models import make_tiny, make_tiny_lora
+
+from kvkin.tools.cluster_processes import free_ports
 
 LAYERS = 8
 BASE, FULL, UPPER = "tiny-base", "tiny-full", "tiny-upper"
@@ -64,15 +65,3 @@ def make_cluster(folder: Path, *, backend: str = "tcp", models: tuple[str, ...] 
     file = folder / "cluster.yaml"
     file.write_text(yaml.safe_dump(cluster, sort_keys=False))
     return file
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that are free now; all are held until all are known, so they differ."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()

@@ -8,6 +8,7 @@ the lifeline of ``tools/lifeline.py``. Everything happens on the caller's event 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import errno
 import os
@@ -199,17 +200,6 @@ class ClusterProcesses:
                 started.append(node)
         return started
 
-    def peak_bytes(self) -> int:
-        """Resident memory of all children now. Shared pages count in each of them: an upper bound."""
-        total = 0
-        for node in self.nodes.values():
-            if node.running:
-                try:
-                    total += psutil.Process(node.pid).memory_info().rss
-                except psutil.NoSuchProcess:
-                    continue
-        return total
-
     # --- stopping ----------------------------------------------------------------------------------------------------
 
     async def stop(self, *, at_once: bool = False) -> None:
@@ -273,6 +263,15 @@ def local_nodes(config: ClusterConfig) -> list[str]:
         hosts = ", ".join(sorted({node.host for node in config.nodes.values()}))
         raise ConfigError("nodes", f"none is on this host; the file names {hosts}", "run this on one of them")
     return here
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports that nothing listens on now; all are held until all are known, so that they differ."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind((host, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def check_ports(config: ClusterConfig, names: Iterable[str]) -> None:
