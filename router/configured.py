@@ -106,5 +106,7 @@ def _policy(config: ClusterConfig) -> PolicySettings:
     return PolicySettings(
         beta=policy.beta,
         min_pull_tokens=max(policy.min_reuse_tokens, policy.bypass_tokens),
+        spill_s=policy.spill_s,
+        max_segments=policy.max_segments,
         cost=CostSettings(chunk_tokens=chunk_tokens),
     )

@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
+from array import array
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,10 @@ from mock_node import (
 )
 
 from kvkin.kv.errors import ConfigError
+from kvkin.router.events import RememberAnswer
+from kvkin.router.front import PromptWorkers
 from kvkin.router.node import RouterNode
+from kvkin.router.prompts import Tail
 from kvkin.router.settings import RouterSettings, Timeouts
 from kvkin.transport.codec import client_replies, encode
 from kvkin.transport.messages import (
@@ -378,6 +383,27 @@ async def test_the_next_turn_is_spliced_from_the_generated_ids(router: RouterNod
                 assert execute.token_ids[: len(contexts[-1])] == contexts[-1]
             contexts.append(execute.token_ids + node.answer[:-1])
             messages += [ChatMessage("assistant", text), ChatMessage("user", f"question {turn}")]
+
+
+def test_a_prompt_waits_for_the_answers_before_it(settings: RouterSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two threads the next turn could overtake the answer that it is to splice."""
+    workers = PromptWorkers(settings)
+    builder, order, go_on = workers._builders["base"], list[str](), threading.Event()
+
+    def remember(*details: object) -> bool:
+        go_on.wait(NODE_TIMEOUT_S)
+        order.append("remembered")
+        return True
+
+    monkeypatch.setattr(builder, "remember", remember)
+    done = threading.Event()
+    workers.remember(RememberAnswer("base", Tail(b"", "", array("I")), "x", (1,)))
+    workers.prepare("r1", bad(), lambda event: (order.append("prepared"), done.set()))  # type: ignore[func-returns-value]
+    assert order == []  # both threads are busy: one remembers, the other waits for it
+    go_on.set()
+    assert done.wait(NODE_TIMEOUT_S)
+    workers.close()
+    assert order == ["remembered", "prepared"]
 
 
 async def test_a_taken_port_is_a_clear_error(router: RouterNode, settings: RouterSettings) -> None:
