@@ -319,7 +319,7 @@ steps = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(steps, st.randoms(use_true_random=False), st.data())
 def test_reordered_dropped_and_repeated_messages_end_in_the_truth(
     steps: list[tuple[object, ...]], rng: object, data: st.DataObject
@@ -347,7 +347,7 @@ def test_reordered_dropped_and_repeated_messages_end_in_the_truth(
     assert wire.order.whole
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.lists(st.tuples(blocks, blocks), min_size=1, max_size=8), st.data())
 def test_whatever_arrives_the_known_state_is_one_that_was_true(
     changes: list[tuple[set[int], set[int]]], data: st.DataObject
