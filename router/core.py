@@ -29,7 +29,7 @@ from kvkin.router.events import (
     TimePassed,
 )
 from kvkin.router.index import PrefixIndex
-from kvkin.router.membership import Fact, HoldingsInOrder, Membership, NodeJoined, NodeLost, Tell
+from kvkin.router.membership import LEFT, Fact, HoldingsInOrder, Membership, NodeJoined, NodeLost, Tell
 from kvkin.router.outbox import Outbox
 from kvkin.router.planning import Choose
 from kvkin.router.requests import Failure, Phase
@@ -251,7 +251,8 @@ class RouterCore:
                         self.serving.route(request)
                 case NodeLost():
                     self._out.count("nodes_lost")
-                    self._out.note("warning", "node lost", node=fact.node, reason=fact.reason)
+                    level = "info" if fact.reason == LEFT else "warning"
+                    self._out.note(level, "node lost", node=fact.node, reason=fact.reason)
                     self.index.drop_node(fact.node)
                     self.serving.node_lost(fact)
                 case HoldingsInOrder():

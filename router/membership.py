@@ -1,9 +1,7 @@
 """Membership: which nodes there are, what they serve, how loaded they are, and in which order their holdings count.
 
 Pure: the router's core calls it with messages and a clock and carries out the facts that it returns. A node is known by its
-configured name; a restart is a new incarnation under the same name. Holdings are a snapshot and numbered deltas; whatever is
-missing, late or twice (FAILURES.md, "dropped cache events", "live event applied before the replay ends") ends in a new snapshot
-or in the right order, never in a block that is not there.
+configured name; a restart is a new incarnation under the same name.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from kvkin.kv.cost import NodeRates
+from kvkin.router.holdings_order import HoldingsOrder, well_formed
 from kvkin.router.policy_types import NodeView
 from kvkin.router.settings import RouterSettings
 from kvkin.transport.messages import PROTOCOL_VERSION, NodeLoad, NodeStatus
@@ -29,8 +28,8 @@ from kvkin.transport.node_messages import (
     SnapshotWanted,
 )
 
-# Deltas that may wait for a snapshot to end or a gap to close; beyond it a new snapshot is cheaper.
-MAX_BUFFERED_DELTAS = 4096
+# Reason of a loss that is none: the node said goodbye.
+LEFT = "left"
 # Superseded incarnations and unknown peers that are remembered.
 MAX_REMEMBERED = 1024
 # What was sent to a node this short before its heartbeat may not be in the heartbeat's figures yet.
@@ -75,61 +74,6 @@ class HoldingsInOrder(msgspec.Struct, frozen=True):
 
 
 Fact = Tell | NodeJoined | NodeLost | HoldingsInOrder
-
-
-class HoldingsOrder:
-    """Puts one incarnation's holdings into order. ``asked_at`` is when a snapshot was last asked for (None: none is missing)."""
-
-    def __init__(self, now: float) -> None:
-        self.epoch = -1
-        self.complete = False
-        self.asked_at: float | None = now
-        self._next = 1
-        self._parts: dict[int, Holdings] = {}
-        self._num_parts: int | None = None
-        self._deltas: dict[int, Holdings] = {}
-
-    @property
-    def whole(self) -> bool:
-        """Nothing is known to be missing."""
-        return self.complete and not self._deltas
-
-    def accept(self, message: Holdings) -> tuple[list[tuple[bool, Holdings]], bool]:
-        """(what counts now as (is a snapshot, holdings), whether something is missing)."""
-        if message.epoch < self.epoch:
-            return [], False
-        if message.epoch > self.epoch:
-            self._begin(message.epoch)
-        if message.sequence == 0:
-            if self.complete:
-                return [], False
-            missing = message.part > len(self._parts)
-            self._parts[message.part] = message
-            if message.last:
-                self._num_parts = message.part + 1
-        else:
-            missing = False
-            if message.sequence >= self._next:
-                self._deltas[message.sequence] = message
-        ready = self._take_ready()
-        if self.complete:
-            missing = bool(self._deltas)
-        return ready, missing or len(self._deltas) > MAX_BUFFERED_DELTAS
-
-    def _begin(self, epoch: int) -> None:
-        self.epoch, self.complete, self._next = epoch, False, 1
-        self._parts, self._num_parts, self._deltas = {}, None, {}
-
-    def _take_ready(self) -> list[tuple[bool, Holdings]]:
-        ready: list[tuple[bool, Holdings]] = []
-        if not self.complete and self._num_parts is not None and len(self._parts) == self._num_parts:
-            ready += [(part == 0, self._parts[part]) for part in range(self._num_parts)]
-            self.complete, self._parts = True, {}
-        if self.complete:
-            while self._next in self._deltas:
-                ready.append((False, self._deltas.pop(self._next)))
-                self._next += 1
-        return ready
 
 
 class Member:
@@ -284,7 +228,7 @@ class Membership:
         if member is None or member.incarnation != message.incarnation:
             return self.stranger(peer, message.incarnation, now)
         member.last_seen = now
-        if not _well_formed(message):
+        if not well_formed(message):
             return self._ask_for_snapshot(member, now)
         ready, missing = member.order.accept(message)
         facts: list[Fact] = []
@@ -300,7 +244,7 @@ class Membership:
         member = self.member_of(peer)
         if member is None or member.incarnation != message.incarnation:
             return []
-        return self._end(member, "left")
+        return self._end(member, LEFT)
 
     def alive(self, peer: bytes, now: float) -> bool:
         """Any other message of a member counts as a sign of life; returns whether the peer is one."""
@@ -390,13 +334,3 @@ class Membership:
         if message.layout != family.layout:
             return Refused("layout", f"{served.name}: KV layout {message.layout} (allowed: {family.layout})")
         return None
-
-
-def _well_formed(message: Holdings) -> bool:
-    count = len(message.provenances)
-    return (
-        message.sequence >= 0
-        and message.part >= 0
-        and all(0 <= holding.provenance < count for holding in message.added)
-        and all(0 <= provenance < count for _, provenance in message.removed)
-    )

@@ -42,6 +42,7 @@ class RouterSocket:
         self._on_message = on_message
         self._socket = context.socket(zmq.ROUTER)
         self._socket.router_mandatory = True  # a send to a peer that is gone fails instead of vanishing
+        self._socket.ipv6 = "[" in address
         self._socket.linger = LINGER_MS
         self._socket.sndhwm = SEND_QUEUE
         self._socket.maxmsgsize = max_bytes

@@ -221,6 +221,7 @@ class AsyncClient:
         if self._socket is None:
             self._context = zmq.asyncio.Context()
             self._socket = self._context.socket(zmq.DEALER)
+            self._socket.ipv6 = "[" in self.address
             self._socket.linger = LINGER_MS
             self._socket.reconnect_ivl_max = 1000
             try:

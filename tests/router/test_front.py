@@ -38,6 +38,7 @@ from kvkin.router.front import PromptWorkers
 from kvkin.router.node import RouterNode
 from kvkin.router.prompts import Tail
 from kvkin.router.settings import RouterSettings, Timeouts
+from kvkin.transport.client import AsyncClient
 from kvkin.transport.codec import client_replies, encode
 from kvkin.transport.messages import (
     Accepted,
@@ -419,6 +420,14 @@ async def test_a_taken_port_is_a_clear_error(router: RouterNode, settings: Route
 async def test_an_address_of_other_hosts_is_refused(settings: RouterSettings, address: str) -> None:
     with pytest.raises(ConfigError, match="not a loopback address"):
         await RouterNode(msgspec.structs.replace(settings, client_address=address)).start()
+
+
+async def test_loopback_has_two_families(settings: RouterSettings) -> None:
+    if not Path("/proc/net/if_inet6").exists() or not Path("/proc/net/if_inet6").read_text().strip():
+        pytest.skip("this host has no IPv6")
+    async with RouterNode(msgspec.structs.replace(settings, client_address="tcp://[::1]:0")) as router:
+        async with AsyncClient(router.client_address) as client:
+            assert len(await client.models()) == 2
 
 
 async def test_status_tells_what_happened(router: RouterNode, wire: Wire) -> None:

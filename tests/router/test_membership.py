@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from mock_node import LAYOUT, NUM_LAYERS, TOKENIZER_DIGEST, lineage, make_settings, registration
 
 from kvkin.kv.provenance import exact_provenance
+from kvkin.router.holdings_order import MAX_BUFFERED_DELTAS, HoldingsOrder
 from kvkin.router.membership import (
-    MAX_BUFFERED_DELTAS,
     HoldingsInOrder,
-    HoldingsOrder,
     Membership,
     NodeJoined,
     NodeLost,
