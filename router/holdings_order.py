@@ -1,7 +1,7 @@
 """Holdings in order: a node's snapshots and numbered deltas, whatever the wire does to them.
 
-Whatever is missing, late or twice ends in a new snapshot or in the right order, never in a block that is not there (FAILURES.md,
-"dropped cache events" and "live event applied before the replay ends"). Pure; ``membership.py`` keeps one for each incarnation.
+Whatever is missing, late or twice ends in a new snapshot or in the right order: a gap is seen and asked about, and an eviction
+that overtakes a snapshot is applied after it. Pure; ``membership.py`` keeps one for each incarnation.
 """
 
 from __future__ import annotations

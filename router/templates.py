@@ -1,7 +1,7 @@
 """Chat templates: messages to text, exactly as transformers' ``apply_chat_template`` renders them, without transformers.
 
 The same sandbox, the same whitespace rules, filters and globals, and the special tokens as variables: a router that hashed
-another text than the engine runs would never hit (FAILURES.md, "chat requests"). The template writes BOS itself, so the text
+another text than the engine runs would never hit. The template writes BOS itself, so the text
 is tokenized without special tokens afterwards. Called by ``prompts.py`` on the router's worker threads.
 """
 
