@@ -14,6 +14,9 @@ from torch.nn import functional as F
 
 from kvkin.kv.layout import KVLayout, Plane
 
+ROWS_CACHED = 16
+"""Chunks of interleaved requests whose rotation and masks are kept."""
+
 
 class LayerOps(Protocol):
     """All tensors on ``device`` in ``dtype``; ``n`` rows of one request."""
@@ -46,8 +49,31 @@ class LayerOps(Protocol):
         """Hidden states leaving the last layer (n, hidden) -> (n, vocab) float32."""
 
 
+class _Rows:
+    """What depends on positions alone and is the same in every layer: rotation, and masks by (number of keys, window)."""
+
+    def __init__(self, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
+        self.positions, self.cos, self.sin = positions, cos, sin
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def mask(self, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive mask (n, num_keys): 0 where a query sees a key, else -inf."""
+        found = self._masks.get((num_keys, window))
+        if found is None:
+            device = self.positions.device
+            distance = self.positions[:, None] - torch.arange(num_keys, device=device)[None, :]
+            unseen = distance < 0 if window is None else (distance < 0) | (distance >= window)
+            # a float mask: the CPU kernel handles it without first converting it for every head
+            found = torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, float("-inf"))
+            self._masks = {(num_keys, window): found, **({} if len(self._masks) > 1 else self._masks)}
+        return found
+
+
 class ReferenceOps:
-    """LayerOps over an unmodified transformers ``...ForCausalLM``."""
+    """LayerOps over an unmodified transformers ``...ForCausalLM``.
+
+    Callers pass the same ``positions`` tensor for all layers of a chunk, so what depends on it is computed once.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model, self._layers = model.model, list(model.model.layers)
@@ -65,6 +91,7 @@ class ReferenceOps:
         )
         self._grouped = kv_heads != self._heads
         self._windows: list[int | None] = [_window_of(layer.self_attn, config) for layer in self._layers]
+        self._row_cache: dict[int, _Rows] = {}
         weight = attention.k_proj.weight
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = weight.dtype
@@ -96,16 +123,12 @@ class ReferenceOps:
         num_keys = len(keys)
         window = self._windows[layer]
         mask: Tensor | None = None
-        single = len(q) == 1 and int(positions[0]) == num_keys - 1
+        # the executor hands over keys up to the last row: a single row sees all of them, but for the window
+        single = len(q) == 1
         if single and window is not None and window < num_keys:
             keys, values = keys[-window:], values[-window:]
         elif not single:
-            distance = positions[:, None] - torch.arange(num_keys, device=q.device)[None, :]
-            hidden_from = distance < 0 if window is None else (distance < 0) | (distance >= window)
-            # a float mask: the CPU kernel handles it without first converting it for every head
-            mask = torch.zeros(hidden_from.shape, dtype=q.dtype, device=q.device).masked_fill_(
-                hidden_from, float("-inf")
-            )
+            mask = self._rows(q, positions).mask(num_keys, window, q.dtype)
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             keys.transpose(0, 1)[None],
@@ -128,8 +151,19 @@ class ReferenceOps:
         return out.float()
 
     def _rope(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self._model.rotary_emb(hidden[None], positions[None])
-        return cos[0][:, None], sin[0][:, None]
+        rows = self._rows(hidden, positions)
+        return rows.cos, rows.sin
+
+    def _rows(self, like: Tensor, positions: Tensor) -> _Rows:
+        rows = self._row_cache.pop(id(positions), None)
+        if rows is None:
+            cos, sin = self._model.rotary_emb(like[None], positions[None])
+            rows = _Rows(positions, cos[0][:, None], sin[0][:, None])
+            if len(self._row_cache) >= ROWS_CACHED:
+                del self._row_cache[next(iter(self._row_cache))]
+        # the entry keeps the tensor alive, so its id cannot be taken by another one meanwhile
+        self._row_cache[id(positions)] = rows
+        return rows
 
     def _keys_values(self, attention: Any, normed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         k = attention.k_proj(normed).view(len(normed), -1, self._head_dim)

@@ -33,7 +33,9 @@ def partial_prefill(ops: LayerOps, space: Workspace, unit: Unit, hidden: Tensor,
     else:
         q, keys, values = ops.project_qkv(layer, hidden, positions)
         _write(space, unit, positions, keys, values)
-    attended = ops.attend(layer, q, positions, space.keys[layer][: unit.stop], space.values[layer][: unit.stop])
+    # keys up to the last row: nothing later can be seen, and a single row needs no mask
+    seen = unit.stop if unit.rows is None else unit.rows[-1] + 1
+    attended = ops.attend(layer, q, positions, space.keys[layer][:seen], space.values[layer][:seen])
     return ops.finish(layer, hidden, attended)
 
 

@@ -68,6 +68,7 @@ class RunningRequest:
             plan, self._ops.num_layers, self._chunk_tokens, want_logits=self.request.sampling is not None
         )
         self._hidden: dict[int, Tensor] = {}
+        self._rows: dict[int, Tensor] = {}
         self._next: Unit | None = None
         self._last: Tensor | None = None
         self._prefilled = False
@@ -117,11 +118,7 @@ class RunningRequest:
 
     def _compute(self, unit: Unit) -> None:
         started = self._clock()
-        rows = (
-            torch.arange(unit.start, unit.stop, device=self._ops.device)
-            if unit.rows is None
-            else torch.tensor(unit.rows, device=self._ops.device)
-        )
+        rows = self._positions(unit)
         hidden = self._hidden.pop(unit.chunk, None)
         if hidden is None:
             assert unit.first, self.execution.story()
@@ -133,6 +130,18 @@ class RunningRequest:
         self.sink.unit_done(self.request.request_id, unit, self.space)
         self._next = None
         self._take(self.execution.handle(UnitDone(unit)))
+
+    def _positions(self, unit: Unit) -> Tensor:
+        """Positions of the unit's rows (n,) int64: the same tensor for all layers of a chunk."""
+        rows = self._rows.get(unit.chunk)
+        if rows is None:
+            device = self._ops.device
+            if unit.rows is None:
+                rows = torch.arange(unit.start, unit.stop, device=device)
+            else:
+                rows = torch.tensor(unit.rows, device=device)
+            self._rows[unit.chunk] = rows
+        return rows
 
     def _count(self, unit: Unit, num_rows: int, seconds: float) -> None:
         self.counters.computed_layer_tokens += num_rows
@@ -164,6 +173,7 @@ class RunningRequest:
         self.counters.prefilled_at = self._clock()
         self._last = self._hidden.pop(len(self.execution.chunks) - 1, None)
         self._hidden.clear()
+        self._rows.clear()
         self.sink.prefilled(self.request.request_id)
 
     def _generate(self) -> None:
