@@ -136,30 +136,32 @@ def with_reuse(
 def with_suffix(work: Work, num_tokens: int, first_position: int, num_layers: int, settings: CostSettings) -> Work:
     """``work`` and ``num_tokens`` that are computed in all layers."""
     suffix = prefill_work(num_tokens, first_position, num_layers, settings)
-    return Work(
-        work.recompute,
-        work.suffix + suffix,
-        work.pull_s,
-        work.e_s,
-        work.ready_s,
-        work.tail_recompute,
-        work.tail_pull_s,
-        work.order_s,
-    )
+    return msgspec.structs.replace(work, suffix=work.suffix + suffix)
+
+
+def first_token_s(work: Work, suffix: float, rate: float, queue_s: float, num_layers: int) -> float:
+    """Seconds until the first token of ``work`` and ``suffix`` more layer-tokens at ``rate`` layer-tokens a second."""
+    suffix_s = (work.suffix + suffix) / rate
+    computed_at, pulled_at = queue_s + work.e_s + work.recompute / rate, queue_s + work.pull_s
+    if work.ready_s > 0.0:
+        computed_at = max(computed_at, work.ready_s + work.tail_recompute / rate)
+        pulled_at = max(pulled_at, work.ready_s + work.tail_pull_s)
+    computed_at, pulled_at = computed_at + suffix_s, pulled_at + suffix_s / num_layers
+    return max(pulled_at, computed_at)
 
 
 def estimate(work: Work, rates: NodeRates, num_layers: int, settings: CostSettings, saving_s: float = 0.0) -> Estimate:
     """Seconds on a receiver of ``rates``."""
     rate = settings.layer_tokens_per_s(rates)
     queue_s = settings.queue_s(rates, num_layers)
-    recompute_s, suffix_s = work.recompute / rate, work.suffix / rate
-    computed_at, pulled_at = queue_s + work.e_s + recompute_s, queue_s + work.pull_s
-    if work.ready_s > 0.0:
-        computed_at = max(computed_at, work.ready_s + work.tail_recompute / rate)
-        pulled_at = max(pulled_at, work.ready_s + work.tail_pull_s)
-    ttft_s = max(computed_at + suffix_s, pulled_at + suffix_s / num_layers)
     return Estimate(
-        queue_s, work.pull_s, recompute_s, suffix_s, ttft_s, recompute_s + suffix_s + work.order_s, saving_s
+        queue_s=queue_s,
+        pull_s=work.pull_s,
+        recompute_s=work.recompute / rate,
+        suffix_s=work.suffix / rate,
+        ttft_s=first_token_s(work, 0.0, rate, queue_s, num_layers),
+        node_s=(work.recompute + work.suffix) / rate + work.order_s,
+        saving_s=saving_s,
     )
 
 

@@ -16,6 +16,7 @@ from kvkin.kv.cost import (
     NodeRates,
     Work,
     estimate,
+    first_token_s,
     prefill_work,
     with_reuse,
     with_suffix,
@@ -30,7 +31,6 @@ from kvkin.transport.messages import Reuse
 _IDLE = NodeRates()
 _LATE = 10.0  # a second behind the deadline weighs as much as so many others
 _WIRE = 0.01  # a pull that hides behind compute still uses the wire: among equals, the smaller one
-_NOT_PRICED = Estimate(0.0, 0.0, 0.0, 0.0, math.inf, 0.0)
 
 
 class Leg:
@@ -43,18 +43,44 @@ class Leg:
         self.node, self.run, self.loss = node, run, loss
 
 
-class Candidate:
-    """Legs from block 0 to ``stop`` on a receiving node. ``before`` is the provenance at ``stop``, None after a new taint."""
+class Receiver:
+    """A decode node that may run the request, with what pricing needs of it. ``penalty_s``: it must be better by so much."""
 
-    __slots__ = ("before", "estimate", "exact", "legs", "loss", "node", "objective", "rank", "stop", "work")
+    __slots__ = ("_bytes_per_s", "block_s", "name", "penalty_s", "queue_s", "rate", "view")
+
+    def __init__(self, view: NodeView, desk: Desk) -> None:
+        self.view, self.name, self.penalty_s = view, view.name, 0.0
+        self.rate = desk.settings.layer_tokens_per_s(view.rates)
+        self.queue_s = view.rates.queued_tokens * desk.facts.num_layers / self.rate
+        self.block_s = desk.size / self.rate
+        self._bytes_per_s: dict[str, float] = {}
+
+    def covers(self, other: Receiver) -> bool:
+        """At least as fast and as free as another one."""
+        ours, theirs = self.view.rates.pull_bytes_per_s, other.view.rates.pull_bytes_per_s
+        return self.rate >= other.rate and self.queue_s <= other.queue_s and ours >= theirs
+
+    def bytes_per_s(self, source: str, desk: Desk) -> float:
+        found = self._bytes_per_s.get(source)
+        if found is None:
+            view = desk.nodes.get(source)
+            found = desk.settings.bytes_per_s(self.view.rates, _IDLE if view is None else view.rates)
+            self._bytes_per_s[source] = found
+        return found
+
+
+class Candidate:
+    """Legs from block 0 to ``stop`` on a receiver, the rest computed. ``before`` is the provenance at ``stop``, None after a
+    new taint. ``rank`` orders candidates: the objective with what speaks against it."""
+
+    __slots__ = ("before", "exact", "legs", "loss", "objective", "rank", "receiver", "stop", "ttft_s", "work")
 
     def __init__(
-        self, node: NodeView, legs: tuple[Leg, ...], before: Provenance | None, exact: bool, loss: float, work: Work
+        self, receiver: Receiver, legs: tuple[Leg, ...], stop: int, before: Provenance | None, loss: float, work: Work
     ) -> None:
-        self.node, self.legs, self.before, self.exact, self.loss, self.work = node, legs, before, exact, loss, work
-        self.stop = legs[-1].stop if legs else 0
-        self.estimate = _NOT_PRICED
-        self.objective = self.rank = math.inf
+        self.receiver, self.legs, self.stop, self.before = receiver, legs, stop, before
+        self.exact, self.loss, self.work = before is not None and before.exact, loss, work
+        self.ttft_s = self.objective = self.rank = math.inf
 
 
 class Desk:
@@ -76,8 +102,8 @@ class Desk:
 
     # --- extensions --------------------------------------------------------------------------------------------------
 
-    def nothing(self, node: NodeView) -> Candidate:
-        return Candidate(node, (), self.facts.provenance, True, 0.0, NO_WORK)
+    def nothing(self, receiver: Receiver) -> Candidate:
+        return self.price(Candidate(receiver, (), 0, self.facts.provenance, 0.0, NO_WORK))
 
     def with_own(self, base: Candidate, match: Match) -> list[Candidate]:
         """``base`` continued, run by run, with blocks of the receiver's own lineage: exact ones, and tainted ones if allowed."""
@@ -142,25 +168,34 @@ class Desk:
 
     # --- pricing -----------------------------------------------------------------------------------------------------
 
-    def alone_s(self, node: NodeView, held_blocks: int) -> float:
+    def alone_s(self, receiver: Receiver, held_blocks: int) -> float:
         """Estimated TTFT on a node that computes everything behind the blocks that it holds itself."""
-        tokens, start, layers = self.request.num_tokens, held_blocks * self.size, self.facts.num_layers
-        work = prefill_work(tokens - start, start, layers, self.settings)
-        return self.settings.queue_s(node.rates, layers) + work / self.settings.layer_tokens_per_s(node.rates)
+        start = held_blocks * self.size
+        work = prefill_work(self.request.num_tokens - start, start, self.facts.num_layers, self.settings)
+        return receiver.queue_s + work / receiver.rate
 
-    def price(self, candidate: Candidate, penalty_s: float = 0.0) -> Candidate:
-        """Fill in estimate, objective and rank: approximate and late candidates must be better by a margin."""
-        start, layers, policy = candidate.stop * self.size, self.facts.num_layers, self.policy
-        work = with_suffix(candidate.work, self.request.num_tokens - start, start, layers, self.settings)
-        found = estimate(work, candidate.node.rates, layers, self.settings)
-        candidate.estimate, candidate.objective = found, found.ttft_s + policy.beta * found.node_s
-        candidate.rank = candidate.objective + penalty_s + _WIRE * found.pull_s
+    def price(self, candidate: Candidate) -> Candidate:
+        """Fill in time, objective and rank: approximate and late candidates must be better by a margin."""
+        receiver, work, policy = candidate.receiver, candidate.work, self.policy
+        start, layers = candidate.stop * self.size, self.facts.num_layers
+        suffix = prefill_work(self.request.num_tokens - start, start, layers, self.settings)
+        ttft_s = first_token_s(work, suffix, receiver.rate, receiver.queue_s, layers)
+        node_s = (work.recompute + suffix) / receiver.rate + work.order_s
+        candidate.ttft_s, candidate.objective = ttft_s, ttft_s + policy.beta * node_s
+        rank = candidate.objective + receiver.penalty_s + _WIRE * work.pull_s
         if not candidate.exact:
-            candidate.rank += candidate.objective * policy.exact_preference
+            rank += candidate.objective * policy.exact_preference
         deadline_s = self.request.deadline_s
-        if deadline_s is not None and found.ttft_s > deadline_s:
-            candidate.rank += _LATE * (found.ttft_s - deadline_s)
+        if deadline_s is not None and ttft_s > deadline_s:
+            rank += _LATE * (ttft_s - deadline_s)
+        candidate.rank = rank
         return candidate
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """The candidate's time by phase."""
+        start, layers = candidate.stop * self.size, self.facts.num_layers
+        work = with_suffix(candidate.work, self.request.num_tokens - start, start, layers, self.settings)
+        return estimate(work, candidate.receiver.view.rates, layers, self.settings)
 
     def _allows(self, loss: float) -> bool:
         return not self.only_exact and loss <= self.max_loss
@@ -168,65 +203,46 @@ class Desk:
     def _group(self, base: Candidate, run: Run, node: str) -> Option | None:
         """The cheapest allowed recompute group for a run, by what takes longer: the recompute or the pull."""
         best, best_s = None, math.inf
-        spare = self.max_loss - base.loss - run.provenance.loss
-        if not spare >= 0.0 and self.max_loss < math.inf:
-            return None
-        facts = self.facts
-        block_s = self.size / self.settings.layer_tokens_per_s(base.node.rates)
-        byte_s = 0.0 if node == base.node.name else 1.0 / self._bytes_per_s(base.node, node)
-        for option in facts.groups.get(run.provenance.lineage_id, ()):
-            e_layer = option.e_layer
-            if run.kv_layers < option.needed_layers or (e_layer is not None and e_layer not in run.e_layers):
+        max_loss = self.max_loss
+        loss = base.loss + run.provenance.loss
+        receiver = base.receiver
+        block_s = receiver.block_s
+        byte_s = 0.0 if node == receiver.name else 1.0 / receiver.bytes_per_s(node, self)
+        kv_layers, e_layers = run.kv_layers, run.e_layers
+        for option in self.facts.groups.get(run.provenance.lineage_id, ()):
+            if kv_layers < option.needed_layers or (option.e_layer is not None and option.e_layer not in e_layers):
                 continue
-            if option.loss > spare and self.max_loss < math.inf:
+            if loss + option.loss > max_loss:
                 continue
-            pulled_s = byte_s * option.pulled_layers * facts.kv_block_bytes
-            seconds = max(option.recomputed_layers * block_s, pulled_s)
+            seconds, pulled_s = option.recomputed_layers * block_s, byte_s * option.kv_block_bytes
+            seconds = max(seconds, pulled_s)
             if seconds < best_s:
                 best, best_s = option, seconds
         return best
 
-    def _bytes_per_s(self, receiver: NodeView, node: str) -> float:
-        source = self.nodes.get(node)
-        return self.settings.bytes_per_s(receiver.rates, _IDLE if source is None else source.rates)
-
     def _extend(
-        self,
-        base: Candidate,
-        option: Option,
-        node: str,
-        run: Run,
-        before: Provenance | None,
-        loss: float,
+        self, base: Candidate, option: Option, node: str, run: Run, before: Provenance | None, loss: float
     ) -> Candidate | None:
         """One more leg; None if it is too short to be pulled or the plan would have too many segments."""
-        start, stop = base.stop, min(run.stop_block, self.max_blocks)
+        start, receiver = base.stop, base.receiver
+        stop = min(self.max_blocks, run.stop_block)
         blocks = stop - start
-        local = node == base.node.name
+        local = node == receiver.name
         if blocks <= 0 or len(base.legs) >= self.max_legs or (not local and blocks < self.min_pull_blocks):
             return None
-        facts = self.facts
-        kv_bytes = e_bytes = 0
-        bytes_per_s = 1.0
-        if not local:
-            kv_bytes = blocks * option.pulled_layers * facts.kv_block_bytes
-            e_bytes = 0 if option.e_layer is None else blocks * facts.e_block_bytes
-            bytes_per_s = self._bytes_per_s(base.node, node)
-        ready_s = self.ready_s.get(run.order_id, 0.0) if run.order_id else 0.0
         work = with_reuse(
             base.work,
             blocks * self.size,
             start * self.size,
             option.recomputed_layers,
-            kv_bytes,
-            e_bytes,
-            bytes_per_s,
-            ready_s,
+            0 if local else blocks * option.kv_block_bytes,
+            0 if local else blocks * option.e_block_bytes,
+            1.0 if local else receiver.bytes_per_s(node, self),
+            self.ready_s.get(run.order_id, 0.0) if run.order_id else 0.0,
             self.settings,
         )
-        exact = before is not None and before.exact
-        leg = Leg(start, stop, option, node, run, _added(loss, base.loss, option, run))
-        return Candidate(base.node, (*base.legs, leg), before, exact, loss, work)
+        leg = Leg(start, stop, option, node, run, _added(loss, base.loss, option))
+        return self.price(Candidate(receiver, (*base.legs, leg), stop, before, loss, work))
 
     # --- the winner --------------------------------------------------------------------------------------------------
 
@@ -260,7 +276,7 @@ def _max_loss(request: PolicyRequest) -> float:
     return min(request.max_loss, sys.float_info.max)
 
 
-def _added(loss: float, before: float, option: Option, run: Run) -> float:
+def _added(loss: float, before: float, option: Option) -> float:
     """Loss that a segment adds by itself: what its source brings along is in the source's provenance."""
     if option.kind is not PlanKind.PARTIAL:
         return 0.0
@@ -269,17 +285,18 @@ def _added(loss: float, before: float, option: Option, run: Run) -> float:
     return 0.0 if loss == before else loss - before
 
 
-def shortlist(matches: Sequence[Match], max_blocks: int, leases: Mapping[str, float], most: int) -> list[Match]:
+def shortlist(matches: Sequence[Match], desk: Desk, most: int) -> list[Match]:
     """Of matches that offer the same the one from whose node the fewest streams pull; the ``most`` longest of each lineage."""
     best: dict[tuple[object, ...], Match] = {}
     for match in matches:
-        key = tuple(
-            (run.provenance.key, min(run.stop_block, max_blocks), run.kv_layers, run.e_layers, run.order_id != "")
-            for run in match.runs
-        )
+        last = match.runs[-1]
+        stop = min(last.stop_block, desk.max_blocks)
+        key = (last.provenance.key, len(match.runs), stop, last.kv_layers, last.e_layers, last.order_id != "")
         known = best.get(key)
-        if known is None or leases.get(match.node, 0.0) < leases.get(known.node, 0.0):
+        if known is None or desk.nodes[match.node].rates.leases < desk.nodes[known.node].rates.leases:
             best[key] = match
+    if len(best) <= most:
+        return list(best.values())
     counts: dict[bytes, int] = {}
     found = []
     for match in best.values():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from weakref import WeakKeyDictionary
 
+from kvkin.kv.layout import KVLayout
 from kvkin.kv.lineage import Lineage, shared_transition
 from kvkin.kv.plan import LayerGroup, PlanKind
 from kvkin.kv.provenance import Provenance, exact_provenance
@@ -17,47 +18,58 @@ from kvkin.router.policy_types import FamilyView
 class Option:
     """One way to reuse a block: which layers are pulled, from where the recompute starts, what it costs in quality."""
 
-    __slots__ = ("e_layer", "group", "kind", "loss", "needed_layers", "pulled", "pulled_layers", "recomputed_layers")
+    __slots__ = (
+        "e_block_bytes",
+        "e_layer",
+        "group",
+        "kind",
+        "kv_block_bytes",
+        "loss",
+        "needed_layers",
+        "pulled",
+        "recomputed_layers",
+    )
 
-    def __init__(self, kind: PlanKind, num_layers: int, group: LayerGroup | None, loss: float) -> None:
+    def __init__(self, kind: PlanKind, layout: KVLayout, group: LayerGroup | None, loss: float) -> None:
+        num_layers = layout.num_layers
         self.kind, self.group, self.loss = kind, group, loss
         start, stop = (num_layers, num_layers) if group is None else (group.start, group.stop)
         spans = (LayerGroup(0, start), LayerGroup(stop, num_layers))
         self.pulled = tuple(span for span in spans if len(span))
-        self.pulled_layers = sum(map(len, self.pulled))
+        self.kv_block_bytes = sum(map(len, self.pulled)) * layout.kv_block_bytes
         self.recomputed_layers = stop - start
         self.needed_layers = num_layers if stop < num_layers or group is None else start
         self.e_layer = start if group is not None and start > 0 else None
+        self.e_block_bytes = 0 if self.e_layer is None else layout.e_block_bytes
 
 
 class Facts:
-    """A receiver: its lineage, and by sender lineage id how deep both agree and which groups are allowed."""
+    """A receiver: its lineage, and by sender lineage id how deep both agree and which groups are allowed.
+
+    ``senders`` are the lineages whose blocks are of any use, ``exact_senders`` those that share at least one layer.
+    """
 
     def __init__(self, model: str, lineage: Lineage, family: FamilyView) -> None:
         self.model, self.num_layers = model, lineage.num_layers
         self.lineage_id = lineage.id
         self.provenance: Provenance = exact_provenance(self.lineage_id)
-        self.kv_block_bytes = family.layout.kv_block_bytes
-        self.e_block_bytes = family.layout.e_block_bytes
+        self.layout = layout = family.layout
         self.base_lineage = family.base_lineage
         self.num_models = family.num_models
         self.shared = {key: shared_transition(sender, lineage) for key, sender in family.lineages.items()}
         self.shared[self.lineage_id] = self.num_layers
-        self.whole = Option(PlanKind.EXACT, self.num_layers, None, 0.0)
-        self.kept = Option(PlanKind.PARTIAL, self.num_layers, None, 0.0)
+        self.whole = Option(PlanKind.EXACT, layout, None, 0.0)
+        self.kept = Option(PlanKind.PARTIAL, layout, None, 0.0)
         self.from_layer = {
-            layer: Option(PlanKind.SHARED_PREFIX, self.num_layers, LayerGroup(layer, self.num_layers), 0.0)
+            layer: Option(PlanKind.SHARED_PREFIX, layout, LayerGroup(layer, self.num_layers), 0.0)
             for layer in range(1, self.num_layers)
         }
-        self.groups = {
-            key: self._groups(names, family) for key, names in family.models_of.items() if key != self.lineage_id
-        }
+        groups = {key: self._groups(names, family) for key, names in family.models_of.items()}
+        self.groups = {key: found for key, found in groups.items() if found and key != self.lineage_id}
+        self.exact_senders = frozenset(key for key, depth in self.shared.items() if depth > 0)
+        self.senders = self.exact_senders.union(self.groups)
         # share of the layers that this model computes when the base model's KV is there
         self.share_after_base = self._share_after_base(family)
-
-    def offers(self, lineage_id: bytes) -> bool:
-        """Whether blocks of a lineage can be of any use to the receiver."""
-        return self.shared.get(lineage_id, 0) > 0 or bool(self.groups.get(lineage_id))
 
     def exact_option(self, lineage_id: bytes, kv_layers: int, e_layers: tuple[int, ...]) -> Option | None:
         """How exact blocks of a lineage give this receiver exact KV (None: not at all)."""
@@ -76,7 +88,7 @@ class Facts:
                 if 0 <= start < stop <= self.num_layers and stop - start < self.num_layers:
                     known = options.get((start, stop))
                     if known is None or choice.loss < known.loss:
-                        options[start, stop] = Option(PlanKind.PARTIAL, self.num_layers, choice.group, choice.loss)
+                        options[start, stop] = Option(PlanKind.PARTIAL, self.layout, choice.group, choice.loss)
         return tuple(options.values())
 
     def _share_after_base(self, family: FamilyView) -> float:

@@ -8,8 +8,7 @@ bisection and then only compares neighbours by identity.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from operator import is_
+from collections.abc import Mapping, Sequence
 
 from kvkin.kv.errors import ProtocolError
 from kvkin.kv.hashing import BlockHash
@@ -155,7 +154,8 @@ class PrefixIndex:
     def match(self, hashes: Sequence[BlockHash], root: BlockHash) -> list[Match]:
         """All maximal chains of the prompt's blocks under ``root``, longest first. Protects what it finds from being forgotten.
 
-        A chain that is the beginning of another one is left out unless it has more layers of KV or E.
+        A chain that is the beginning of another one is left out unless it has more layers of KV or E; so is a tainted branch
+        where its node holds what it branched from at least as far.
         """
         if not hashes:
             return []
@@ -165,9 +165,7 @@ class PrefixIndex:
             depth = self._depth(hashes)
             if depth:
                 self._tree.touch(self._tree.entries[hashes[depth - 1]])
-                reached = self._tree.reached
-                for path, stop in _maximal([reached[block] for block in hashes[:depth]]):
-                    matches.append(path.match(stop))
+                matches = [path.match(stop) for path, stop in _maximal(self._tree.reached, hashes, depth)]
         matches += self._live(hashes, matches)
         matches.sort(key=lambda match: (-match.num_blocks, match.node))
         return matches
@@ -231,18 +229,45 @@ def _check(holdings: Holdings) -> None:
             raise ProtocolError(f"holdings name provenance {number}, but the message has {count}")
 
 
-def _maximal(states: Sequence[State]) -> list[tuple[Path, int]]:
-    """The paths through neighbouring blocks' states that end, or lose layers, and the block after their last one."""
-    last = len(states) - 1
-    found = [(path, last + 1) for path in states[last].paths]
-    # states are interned: compare neighbours by identity, at the speed of C
-    same = list(map(is_, states, states[1:]))
-    at = -1
-    while True:
-        try:
-            at = same.index(False, at + 1)
-        except ValueError:
-            return found
-        after = states[at + 1].paths
-        continued = {path.prev for path in after if path.start == at + 1}.union(after)
-        found += [(path, at + 1) for path in states[at].paths if path not in continued]
+def _maximal(reached: Mapping[BlockHash, State], hashes: Sequence[BlockHash], depth: int) -> list[tuple[Path, int]]:
+    """The paths through the first ``depth`` blocks that end, or lose layers, and the block after their last one."""
+    last = reached[hashes[depth - 1]]
+    ends = dict.fromkeys(last.paths, depth)
+    _find_ends(reached, hashes, 0, reached[hashes[0]], depth - 1, last, ends)
+    # whatever the bisection happened to see of them: of branches that end before what they branched from, none
+    return [(path, stop) for path, stop in ends.items() if not _outlived(path, stop, ends)]
+
+
+def _find_ends(
+    reached: Mapping[BlockHash, State],
+    hashes: Sequence[BlockHash],
+    low: int,
+    before: State,
+    high: int,
+    after: State,
+    ends: dict[Path, int],
+) -> None:
+    """Find by bisection where paths end between the blocks ``low`` and ``high``, whose states are given.
+
+    States are interned. If both are the same one, no path that reaches ``low`` ends in between, and all that begin and end in
+    between branched from one of those.
+    """
+    if before is after:
+        return
+    if high - low > 1:
+        middle = (low + high) // 2
+        state = reached[hashes[middle]]
+        _find_ends(reached, hashes, low, before, middle, state, ends)
+        _find_ends(reached, hashes, middle, state, high, after, ends)
+        return
+    continued = {path.prev for path in after.paths if path.start == high}.union(after.paths)
+    ends.update((path, high) for path in before.paths if path not in continued)
+
+
+def _outlived(path: Path, stop: int, ends: Mapping[Path, int]) -> bool:
+    origin = path.prev
+    while origin is not None:
+        if ends.get(origin, 0) >= stop:
+            return True
+        origin = origin.prev
+    return False

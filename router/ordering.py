@@ -12,7 +12,7 @@ import msgspec
 
 from kvkin.kv.cost import prefill_work
 from kvkin.kv.provenance import exact_provenance
-from kvkin.router.candidates import Candidate, Desk
+from kvkin.router.candidates import Candidate, Desk, Receiver
 from kvkin.router.chains import Match, Run
 from kvkin.router.facts import saving_after_base
 from kvkin.router.policy_types import FamilyView, NodeView, OrderRequest
@@ -35,28 +35,24 @@ class Ordering(msgspec.Struct, frozen=True):
     background: bool
 
 
-def live_ready_s(matches: Sequence[Match], desk: Desk) -> dict[str, float]:
-    """When the orders among ``matches`` are complete: their nodes' queues, at least one chunk."""
-    found: dict[str, float] = {}
+def live_ready_s(node: NodeView, desk: Desk) -> float:
+    """Seconds until an order on a node is complete: after its queue, at least one chunk."""
     settings, layers = desk.settings, desk.facts.num_layers
-    for match in matches:
-        run = match.runs[-1]
-        if run.order_id:
-            rates = desk.nodes[match.node].rates
-            chunk = prefill_work(settings.chunk_tokens, 0, layers, settings) / settings.layer_tokens_per_s(rates)
-            found[run.order_id] = max(settings.queue_s(rates, layers), chunk)
-    return found
+    chunk = prefill_work(settings.chunk_tokens, 0, layers, settings) / settings.layer_tokens_per_s(node.rates)
+    return max(settings.queue_s(node.rates, layers), chunk)
 
 
-def order_for(desk: Desk, family: FamilyView, matches: Sequence[Match], best: Candidate) -> Ordering | None:
-    """The order that a request could make; None if there is no reason, no need or no node for one."""
+def order_for(desk: Desk, family: FamilyView, base: Sequence[Match], best: Candidate) -> Ordering | None:
+    """The order that a request could make; None if there is no reason, no need or no node for one.
+
+    ``base`` are the matches of the base model's exact blocks, ``best`` is what would be done without an order.
+    """
     request, facts = desk.request, desk.facts
     if not request.publish or not request.order_id or facts.base_lineage is None:
         return None
     blocks, fan_out = _wanted(desk)
     if blocks * desk.size < desk.policy.min_order_tokens or best.stop >= _COLD * blocks:
         return None
-    base = [match for match in matches if match.runs[0].provenance.key == facts.base_lineage]
     exact_stops = [max(run.stop_block for run in match.runs if run.provenance.exact) for match in base]
     if max(exact_stops, default=0) >= _COVERED * blocks:
         return None
@@ -64,7 +60,7 @@ def order_for(desk: Desk, family: FamilyView, matches: Sequence[Match], best: Ca
     if pool is None:
         return None
     node, held, order_s, ready_s = pool
-    saving_s = fan_out * _saving_s(desk, family, best.node, blocks) if fan_out >= desk.policy.min_fan_out else 0.0
+    saving_s = fan_out * _saving_s(desk, family, best.receiver, blocks) if fan_out >= desk.policy.min_fan_out else 0.0
     provenance = exact_provenance(facts.base_lineage)
     run = Run(provenance, held, blocks, facts.num_layers, family.transition_layers, request.order_id)
     before = () if not held else (msgspec.structs.replace(run, start_block=0, stop_block=held, order_id=""),)
@@ -117,12 +113,10 @@ def _pool(
     return node, held, order_s, ready_s
 
 
-def _saving_s(desk: Desk, family: FamilyView, node: NodeView, blocks: int) -> float:
+def _saving_s(desk: Desk, family: FamilyView, receiver: Receiver, blocks: int) -> float:
     """Seconds that a later request of another model saves if the base model's KV is there: compute less what the pull takes."""
     share = saving_after_base(family, desk.request.model)
-    layers = desk.facts.num_layers
-    work = prefill_work(blocks * desk.size, 0, layers, desk.settings)
-    private_s = work / desk.settings.layer_tokens_per_s(node.rates)
-    pulled_bytes = share * layers * blocks * desk.facts.kv_block_bytes
-    pull_s = pulled_bytes / desk.settings.bytes_per_s(node.rates, node.rates)
+    layout = family.layout
+    private_s = prefill_work(blocks * desk.size, 0, layout.num_layers, desk.settings) / receiver.rate
+    pull_s = share * layout.num_layers * blocks * layout.kv_block_bytes / receiver.bytes_per_s(receiver.name, desk)
     return max(0.0, private_s - max((1.0 - share) * private_s, pull_s))

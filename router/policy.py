@@ -15,10 +15,10 @@ import msgspec
 from kvkin.kv.errors import NodeUnavailable
 from kvkin.kv.plan import PlanKind, provenances
 from kvkin.kv.provenance import quality_of
-from kvkin.router.candidates import Candidate, Desk
+from kvkin.router.candidates import Candidate, Desk, Receiver
 from kvkin.router.chains import Match
 from kvkin.router.facts import facts_of
-from kvkin.router.ordering import Ordering, live_ready_s, order_for
+from kvkin.router.ordering import Ordering, order_for
 from kvkin.router.policy_types import (
     ClusterView,
     Considered,
@@ -30,7 +30,7 @@ from kvkin.router.policy_types import (
     PolicyRequest,
     PolicySettings,
 )
-from kvkin.router.search import Search
+from kvkin.router.search import Search, rank_of
 from kvkin.transport.messages import Reuse
 
 __all__ = [
@@ -49,7 +49,7 @@ __all__ = [
 _DEFAULTS = PolicySettings()
 _MAX_RECEIVERS = 3  # holders of the context that are weighed against each other
 _HOLDER = 0.125  # share of the context that a node must hold to count as one
-_MAX_CONSIDERED = 8
+_MAX_CONSIDERED = 4
 
 
 def choose(
@@ -58,18 +58,16 @@ def choose(
     """The best plan within the request's quality bound. Raises NodeUnavailable if no decode node can run the model."""
     family = view.families[request.family]
     desk = Desk(request, facts_of(request.model, request.lineage, family), view.nodes, settings)
-    receivers = _receivers(request.model, view.nodes)
+    receivers = [Receiver(node, desk) for node in _receiving(request.model, view.nodes)]
     if request.reuse is Reuse.OFF or desk.max_blocks == 0:
-        node = min(receivers, key=lambda receiver: desk.alone_s(receiver, 0))
+        receiver = min(receivers, key=lambda one: desk.alone_s(one, 0))
         why = "reuse is off" if request.reuse is Reuse.OFF else "the prompt is shorter than one block"
-        return _decision(desk, [desk.price(desk.nothing(node))], why)
-    usable = [match for match in matches if _usable(match, view.nodes)]
-    desk.ready_s = live_ready_s(usable, desk)
-    search = Search(desk, usable)
-    for receiver, penalty_s in _promising(desk, receivers, usable):
-        search.on(receiver, penalty_s)
+        return _decision(desk, [desk.nothing(receiver)], why)
+    search = Search(desk, matches)
+    for receiver in _promising(search, receivers):
+        search.on(receiver)
     best = search.best
-    ordering = order_for(desk, family, usable, best)
+    ordering = order_for(desk, family, search.base, best)
     if ordering is None:
         return _decision(desk, search.weighed, "")
     if search.live(ordering, best):
@@ -80,7 +78,7 @@ def choose(
     return _decision(desk, search.weighed, "")
 
 
-def _receivers(model: str, nodes: Mapping[str, NodeView]) -> list[NodeView]:
+def _receiving(model: str, nodes: Mapping[str, NodeView]) -> list[NodeView]:
     serving = [node for node in nodes.values() if node.role == "decode" and model in node.models]
     usable = [node for node in serving if node.usable]
     if not usable:
@@ -89,30 +87,26 @@ def _receivers(model: str, nodes: Mapping[str, NodeView]) -> list[NodeView]:
     return usable
 
 
-def _usable(match: Match, nodes: Mapping[str, NodeView]) -> bool:
-    """A draining node takes no work but still serves what it holds; what it has not finished yet it may never."""
-    node = nodes.get(match.node)
-    return node is not None and node.alive and not (node.draining and match.runs[-1].order_id)
-
-
-def _promising(desk: Desk, receivers: Sequence[NodeView], matches: Sequence[Match]) -> list[tuple[NodeView, float]]:
-    """Receivers worth a look, with the seconds by which they must be better: holders, and the least busy of the others."""
-    own, local = dict[str, int](), set[str]()
-    for match in matches:
-        local.add(match.node)
-        if match.runs[0].provenance.lineage_id == desk.facts.lineage_id:
-            own[match.node] = max(own.get(match.node, 0), min(match.num_blocks, desk.max_blocks))
-    alone_s = {node.name: desk.alone_s(node, own.get(node.name, 0)) for node in receivers}
-    ranked = sorted(receivers, key=lambda node: alone_s[node.name])
-    holders = [node for node in ranked if own.get(node.name, 0) >= _HOLDER * desk.max_blocks]
-    others = [node for node in ranked if node not in holders]
-    found = [(node, 0.0) for node in holders[:_MAX_RECEIVERS]]
-    # a request leaves its cache only for a real advantage; each request by itself, so that a hot node keeps the others
-    penalty_s = desk.policy.spill_s if found else 0.0
-    found += [(node, penalty_s) for node in others[:1]]
-    # a node that holds other models' blocks has them without a pull
-    found += [(node, penalty_s) for node in [node for node in others[1:] if node.name in local][:1]]
-    return found
+def _promising(search: Search, receivers: Sequence[Receiver]) -> list[Receiver]:
+    """Receivers worth a look: those that hold much of the context, and the least busy of the others."""
+    desk, held = search.desk, search.held
+    ranked = sorted(receivers, key=lambda one: desk.alone_s(one, held.get(one.name, 0)))
+    enough = _HOLDER * desk.max_blocks
+    holders, others = list[Receiver](), list[Receiver]()
+    for one in ranked:
+        blocks, shares = held.get(one.name, 0), one.name in search.sharing
+        if blocks >= enough:
+            # another one that holds as much and is at least as fast and as free does everything better
+            if shares or not any(held[better.name] >= blocks and better.covers(one) for better in holders):
+                holders.append(one)
+        elif not others or (shares and len(others) == 1):
+            # the least busy, and one that holds other models' blocks: it has them without a pull
+            others.append(one)
+    if holders:
+        # a request leaves its cache only for a real advantage; each request by itself, so that a hot node keeps the others
+        for one in others:
+            one.penalty_s = desk.policy.spill_s
+    return holders[:_MAX_RECEIVERS] + others
 
 
 def _decision(
@@ -124,9 +118,9 @@ def _decision(
     background_order: OrderRequest | None = None,
 ) -> Decision:
     """Word the best of the candidates as a decision; its quality is what folding the plan's provenance says."""
-    chosen = min(weighed, key=lambda candidate: candidate.rank)
+    chosen = min(weighed, key=rank_of)
     reason = why or _reason(chosen, weighed)
-    estimate = chosen.estimate
+    estimate = desk.estimate(chosen)
     if ordering is not None:
         reason += (
             f"; {'live' if live_order else 'background'} prefill of {ordering.request.num_blocks} blocks ordered from "
@@ -137,7 +131,7 @@ def _decision(
     final = provenances(plan, desk.facts.lineage_id)[-1]
     assert final.exact == chosen.exact, f"the plan is not as exact as it was priced: {plan}"
     return Decision(
-        node=chosen.node.name,
+        node=chosen.receiver.name,
         plan=plan,
         estimate=estimate,
         quality=final.quality,
@@ -151,25 +145,25 @@ def _decision(
 
 def _reason(chosen: Candidate, weighed: Sequence[Candidate]) -> str:
     if chosen.legs:
-        return f"{label(chosen)}, {chosen.estimate.ttft_s:.3f} s"
+        return f"{label(chosen)}, {chosen.ttft_s:.3f} s"
     others = [candidate for candidate in weighed if candidate.legs]
     if not others:
         return "no usable KV of the context is held"
-    best = min(others, key=lambda candidate: candidate.rank)
-    return f"computing is estimated at {chosen.estimate.ttft_s:.3f} s, {label(best)} at {best.estimate.ttft_s:.3f} s"
+    best = min(others, key=rank_of)
+    return f"computing is estimated at {chosen.ttft_s:.3f} s, {label(best)} at {best.ttft_s:.3f} s"
 
 
 def _considered(chosen: Candidate, weighed: Sequence[Candidate]) -> tuple[Considered, ...]:
     found = []
-    for candidate in heapq.nsmallest(_MAX_CONSIDERED, weighed, key=lambda candidate: candidate.rank):
+    for candidate in heapq.nsmallest(_MAX_CONSIDERED, weighed, key=rank_of):
         found.append(
             Considered(
-                node=candidate.node.name,
+                node=candidate.receiver.name,
                 label=label(candidate),
                 quality=quality_of(candidate.loss, candidate.exact),
                 loss=candidate.loss,
                 reused_blocks=candidate.stop,
-                ttft_s=candidate.estimate.ttft_s,
+                ttft_s=candidate.ttft_s,
                 objective_s=candidate.objective,
                 chosen=candidate is chosen,
             )
@@ -180,8 +174,8 @@ def _considered(chosen: Candidate, weighed: Sequence[Candidate]) -> tuple[Consid
 def label(candidate: Candidate) -> str:
     """A candidate in a few words: what of how many blocks comes from where."""
     if not candidate.legs:
-        return PlanKind.PRIVATE.value
+        return PlanKind.PRIVATE
     return " + ".join(
-        f"{leg.option.kind.value} {leg.start}-{leg.stop} of {leg.node}{' (live)' if leg.run.order_id else ''}"
+        f"{leg.option.kind} {leg.start}-{leg.stop} of {leg.node}{' (live)' if leg.run.order_id else ''}"
         for leg in candidate.legs
     )

@@ -6,55 +6,82 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvkin.router.candidates import Candidate, Desk, shortlist
+from kvkin.router.candidates import Candidate, Desk, Receiver, shortlist
 from kvkin.router.chains import Match
-from kvkin.router.ordering import Ordering
-from kvkin.router.policy_types import NodeView
+from kvkin.router.ordering import Ordering, live_ready_s
 
 _MAX_CHAINS = 3  # matches of one lineage that are tried: the longest, and shorter ones with more layers
 
 
 class Search:
-    """``weighed`` are all candidates so far."""
+    """``weighed`` are all candidates so far, ``base`` the matches of the base model's exact blocks."""
 
     def __init__(self, desk: Desk, matches: Sequence[Match]) -> None:
         self.desk = desk
         self.weighed: list[Candidate] = []
-        own, foreign = list[Match](), list[Match]()
-        self._local: dict[str, list[Match]] = {}
+        self.local: dict[str, list[Match]] = {}
+        self.held: dict[str, int] = {}  # blocks of the request's own lineage by node
+        self.sharing: set[str] = set()  # nodes with other models' blocks
+        self.base: list[Match] = []
+        self._own: list[Match] = []
+        self._foreign: list[Match] = []
+        self._bases: list[Candidate] = []
+        self._shortlist: list[Match] | None = None
+        self._sort(matches)
+
+    def _sort(self, matches: Sequence[Match]) -> None:
+        """Keep what is of use and reachable: a draining node still serves what it holds, but may never finish an order."""
+        desk, nodes = self.desk, self.desk.nodes
+        own_id, base_id, senders = desk.facts.lineage_id, desk.facts.base_lineage, desk.facts.senders
         for match in matches:
-            lineage_id = match.runs[0].provenance.lineage_id
-            if lineage_id == desk.facts.lineage_id:
-                own.append(match)
-            elif desk.facts.offers(lineage_id):
-                foreign.append(match)
-            self._local.setdefault(match.node, []).append(match)
-        leases = {name: node.rates.leases for name, node in desk.nodes.items()}
-        self._own = shortlist(own, desk.max_blocks, leases, _MAX_CHAINS)
-        self._foreign = shortlist(foreign, desk.max_blocks, leases, _MAX_CHAINS)
-        self._receivers: list[tuple[Candidate, float]] = []
+            name, first, last = match.node, match.runs[0].provenance, match.runs[-1]
+            node, lineage_id = nodes.get(name), first.lineage_id
+            if node is None or not node.alive or (last.order_id and node.draining):
+                continue
+            if last.order_id:
+                desk.ready_s[last.order_id] = live_ready_s(node, desk)
+            if first.key == base_id:
+                self.base.append(match)
+            if lineage_id == own_id:
+                self._own.append(match)
+                self.held[name] = max(self.held.get(name, 0), min(last.stop_block, desk.max_blocks))
+            elif lineage_id in senders:
+                self._foreign.append(match)
+                self.sharing.add(name)
+            else:
+                continue
+            self.local.setdefault(name, []).append(match)
 
     @property
     def best(self) -> Candidate:
-        return min(self.weighed, key=lambda candidate: candidate.rank)
+        return min(self.weighed, key=rank_of)
 
-    def on(self, receiver: NodeView, penalty_s: float) -> None:
+    def _foreign_for(self, name: str) -> Sequence[Match]:
+        """Other models' matches that are worth a try on a node: its own ones, and the best of each lineage."""
+        if self._shortlist is None:
+            self._shortlist = shortlist(self._foreign, self.desk, _MAX_CHAINS)
+        if name not in self.sharing:
+            return self._shortlist
+        return [*self.local[name], *(match for match in self._shortlist if match.node != name)]
+
+    def on(self, receiver: Receiver) -> None:
         """Weigh what the receiver could do: its own lineage first, then other models' blocks behind that."""
         desk = self.desk
-        nothing = self._weigh(desk.nothing(receiver), penalty_s)
-        local = self._local.get(receiver.name, ())
-        exact, tainted = self._own_blocks(nothing, [*local, *self._own], penalty_s)
-        self._receivers.append((exact, penalty_s))
+        nothing = desk.nothing(receiver)
+        self.weighed.append(nothing)
+        local = self.local.get(receiver.name, [])
+        exact, tainted = self._own_blocks(nothing, local)
+        self._bases.append(exact)
         if exact.stop == desk.max_blocks and all(leg.node == receiver.name for leg in exact.legs):
             return  # everything is here already, and exact: nothing can be better on this receiver
-        foreign = [*local, *(match for match in self._foreign if match.node != receiver.name)]
+        foreign = self._foreign_for(receiver.name)
         best = exact
         for base in (exact, *tainted):
-            longer = self._best_longer(base, foreign, penalty_s)
+            longer = self._best_longer(base, foreign)
             if longer is not None and longer.rank < best.rank:
                 best = longer
         while best is not exact:
-            longer = self._best_longer(best, foreign, penalty_s)
+            longer = self._best_longer(best, foreign)
             if longer is None or longer.rank >= best.rank:
                 return
             best = longer
@@ -64,58 +91,63 @@ class Search:
         desk, order = self.desk, ordering.request
         desk.ready_s[order.order_id] = ordering.ready_s
         candidates = []
-        for base, penalty_s in self._receivers:
+        for base in self._bases:
             for found in self._longer(base, ordering.match):
-                if found.legs[-1].run.order_id != order.order_id:
-                    continue
-                found.work = msgspec.structs.replace(found.work, order_s=ordering.order_s)
-                candidates.append(desk.price(found, penalty_s))
-        live = min(candidates, key=lambda candidate: candidate.rank, default=None)
+                if found.legs[-1].run.order_id == order.order_id:
+                    found.work = msgspec.structs.replace(found.work, order_s=ordering.order_s)
+                    candidates.append(desk.price(found))
+        live = min(candidates, key=rank_of, default=None)
         # the order's price is paid either way if it is worth it for others alone
         rival = best.rank + (desk.policy.beta * ordering.order_s if ordering.background else 0.0)
         if live is None or live.rank >= rival:
             return False
-        if live.estimate.ttft_s > desk.policy.live_margin * best.estimate.ttft_s:
+        if live.ttft_s > desk.policy.live_margin * best.ttft_s:
             return False
         live.rank = min(live.rank, best.rank)
         self.weighed.insert(0, live)
         return True
 
-    def _own_blocks(
-        self, nothing: Candidate, matches: Sequence[Match], penalty_s: float
-    ) -> tuple[Candidate, list[Candidate]]:
+    def _own_blocks(self, nothing: Candidate, local: Sequence[Match]) -> tuple[Candidate, list[Candidate]]:
         """The best candidate of exact blocks of the receiver's lineage, and the best with tainted ones if that is longer."""
         exact, tainted = nothing, list[Candidate]()
-        for match in matches:
+        name, own_id = nothing.receiver.name, self.desk.facts.lineage_id
+        here = [match for match in local if match.runs[0].provenance.lineage_id == own_id]
+        for match in (*here, *(match for match in shortlist(self._own, self.desk, _MAX_CHAINS) if match.node != name)):
             found = self.desk.with_own(nothing, match)
             if exact is not nothing:
                 # what is here already need not be pulled with the rest
                 found += self.desk.with_own(exact, match)
             for candidate in found:
-                self._weigh(candidate, penalty_s)
+                self.weighed.append(candidate)
                 if not candidate.exact:
                     tainted.append(candidate)
                 elif candidate.rank <= exact.rank:
                     exact = candidate
-        longest = min(tainted, key=lambda candidate: candidate.rank, default=None)
+            if exact.stop == self.desk.max_blocks and match.node == name:
+                break
+        longest = min(tainted, key=rank_of, default=None)
         return exact, [longest] if longest is not None and longest.stop > exact.stop else []
 
-    def _best_longer(self, base: Candidate, matches: Sequence[Match], penalty_s: float) -> Candidate | None:
+    def _best_longer(self, base: Candidate, matches: Sequence[Match]) -> Candidate | None:
         best = None
-        for match in matches:
-            if match.runs[-1].stop_block > base.stop:
-                for longer in self._longer(base, match):
-                    self._weigh(longer, penalty_s)
-                    if best is None or longer.rank < best.rank:
-                        best = longer
+        if base.stop < self.desk.max_blocks:
+            for match in matches:
+                if match.runs[-1].stop_block > base.stop:
+                    for longer in self._longer(base, match):
+                        self.weighed.append(longer)
+                        if best is None or longer.rank < best.rank:
+                            best = longer
         return best
 
     def _longer(self, base: Candidate, match: Match) -> list[Candidate]:
-        desk = self.desk
-        if match.runs[0].provenance.lineage_id == desk.facts.lineage_id:
+        desk, lineage_id = self.desk, match.runs[0].provenance.lineage_id
+        if lineage_id == desk.facts.lineage_id:
             return desk.with_own(base, match)
-        return [*desk.with_exact(base, match), *desk.with_partial(base, match)]
+        found = desk.with_exact(base, match) if lineage_id in desk.facts.exact_senders else []
+        if lineage_id in desk.facts.groups:
+            found += desk.with_partial(base, match)
+        return found
 
-    def _weigh(self, candidate: Candidate, penalty_s: float) -> Candidate:
-        self.weighed.append(self.desk.price(candidate, penalty_s))
-        return candidate
+
+def rank_of(candidate: Candidate) -> float:
+    return candidate.rank

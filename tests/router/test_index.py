@@ -97,7 +97,23 @@ def brute_force(facts: Facts, hashes: Sequence[bytes]) -> set[Match]:
             and (theirs.kv_layers, theirs.e_layers) == (ours.kv_layers, ours.e_layers)
         )
 
-    return {chain for chain in chains if not any(covers(other, chain) for other in chains)}
+    def outlived(chain: Match) -> bool:
+        """What one of its runs branched from goes on at least as far, with the same layers."""
+        return any(
+            other.node == chain.node
+            and other.num_blocks >= chain.num_blocks
+            and len(other.runs) == index
+            and other.runs[:-1] == chain.runs[: index - 1]
+            and layers_of(other.runs[-1]) == layers_of(chain.runs[index - 1])
+            for index in range(1, len(chain.runs))
+            for other in chains
+        )
+
+    return {chain for chain in chains if not outlived(chain) and not any(covers(other, chain) for other in chains)}
+
+
+def layers_of(run: Run) -> tuple[Provenance, int, int, tuple[int, ...]]:
+    return run.provenance, run.start_block, run.kv_layers, run.e_layers
 
 
 def held_by(tree: BlockTree, block: bytes) -> Iterable[Chain]:
