@@ -65,6 +65,13 @@ async def within(seconds: float, awaitable: Awaitable[Any]) -> Any:
         return await awaitable
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """For what a thread or another process brings about and nothing announces."""
+    async with asyncio.timeout(LONG_S):
+        while not condition():  # noqa: ASYNC110 - there is nothing to wait on
+            await asyncio.sleep(0)
+
+
 async def expect_lost(transfer: Transfer) -> None:
     """SourceLost long before any deadline, and settled."""
     with pytest.raises(SourceLost):
@@ -332,7 +339,7 @@ async def pull_frozen(pair: Pair, peer: Peer, count: int) -> list[Transfer]:
     transfers = [peer.pull([Copy(i * size, i * size, size)], deadline_s=SHORT_S) for i in range(count)]
     for index, transfer in enumerate(transfers):
         error = await outcome(transfer)
-        assert error is None or isinstance(error, SourceTimeout)
+        assert error is None or isinstance(error, SourceTimeout), repr(error)
         if error is None:
             landed = pair.local[index * size : (index + 1) * size]
             assert np.array_equal(landed, pair.content[index * size : (index + 1) * size])
@@ -385,13 +392,14 @@ async def check_freeze_between_connect_and_pull(pair: Pair) -> None:
 async def check_freeze_in_the_middle(pair: Pair) -> None:
     """Bytes are on the wire when the source stops; several pulls wait behind."""
     peer = await connect(pair)
+    first = peer.pull([Copy(0, 0, REGION_BYTES)], deadline_s=LONG_S)
     flood = [peer.pull([Copy(0, 0, REGION_BYTES)], deadline_s=2 * SHORT_S) for _ in range(40)]
-    await flood[0].wait()
+    await first.wait()
     await pair.freeze()
     transfers = await pull_frozen(pair, peer, 4) if all([await outcome(x) is None for x in flood]) else flood
     for transfer in transfers:
         error = await outcome(transfer)
-        assert error is None or isinstance(error, SourceTimeout)
+        assert error is None or isinstance(error, SourceTimeout), repr(error)
     assert pair.consumer.quarantined_bytes == sum(x.num_bytes for x in transfers if not x.settled.done())
     pair.local[:] = FILL if all(transfer.settled.done() for transfer in transfers) else pair.local
     await pair.thaw()

@@ -63,6 +63,11 @@ class TcpTransport(TransportBase):
         """Pace connections that peers open from now on (0: as fast as it goes); the kernel does it (Linux)."""
         self._server.max_bytes_per_s = max_bytes_per_s
 
+    @property
+    def connections(self) -> int:
+        """Connections that pull from here right now."""
+        return self._server.connections
+
     def register(self, buffer: NDArray[np.uint8]) -> int:
         return self.add_region(buffer)
 

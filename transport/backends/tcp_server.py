@@ -21,7 +21,7 @@ from kvkin.transport.backends import tcp_wire as wire
 
 HELLO_TIMEOUT_S = 5.0
 """A connection that has not said hello by then is closed."""
-STALL_S = 30
+STALL_S = 30.0
 """A consumer that takes no byte for so long is cut off (it may be frozen: then it would hold its thread for ever)."""
 GATHER = 64
 """Pieces of memory in one system call."""
@@ -49,6 +49,11 @@ class TcpServer:
         self._name = f"kvkin-tcp-serve-{next(self._numbers)}"
         self._acceptor = threading.Thread(target=self._accept, name=self._name, daemon=True)
         self._acceptor.start()
+
+    @property
+    def connections(self) -> int:
+        with self._lock:
+            return len(self._connections)
 
     def close(self) -> list[threading.Thread]:
         """Stop listening and cut every connection. Returns the threads, which end at once."""
@@ -92,7 +97,9 @@ class TcpServer:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 if self.max_bytes_per_s:
                     sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, self.max_bytes_per_s)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", STALL_S, 0))
+                sock.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", *divmod(int(STALL_S * 1e6), 10**6))
+                )
                 while self._answer(sock, region):
                     pass
         except OSError:

@@ -16,6 +16,7 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -39,6 +40,20 @@ class UcxMetadata(msgspec.Struct, frozen=True, array_like=True):
     hello: int
     base: int
     agent: bytes
+    host: str = ""
+    """Kernel boot id: equal where the processes share memory. Empty means unknown."""
+    rdma: bool = False
+
+
+def this_host() -> str:
+    """The kernel's boot id."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def has_rdma() -> bool:
+    """Whether this host has an InfiniBand, RoCE or EFA device."""
+    devices = Path("/sys/class/infiniband")
+    return devices.is_dir() and any(devices.iterdir())
 
 
 def hello_page(incarnation: bytes) -> NDArray[np.uint8]:
@@ -72,9 +87,8 @@ class UcxTransport(TransportBase):
 
     def address(self, region: int) -> RegionAddress:
         buffer = self.region_buffer(region)
-        metadata = UcxMetadata(
-            VERSION, self._incarnation, self._hello.ctypes.data, buffer.ctypes.data, self._agent.metadata()
-        )
+        hello, base, agent = self._hello.ctypes.data, buffer.ctypes.data, self._agent.metadata()
+        metadata = UcxMetadata(VERSION, self._incarnation, hello, base, agent, this_host(), has_rdma())
         return RegionAddress(self.name, region, buffer.size, msgspec.msgpack.encode(metadata))
 
     async def connect(self, address: RegionAddress, local_region: int, *, deadline_s: float) -> UcxPeer:
@@ -83,7 +97,12 @@ class UcxTransport(TransportBase):
         local = self.region_buffer(local_region)
         if address.backend != self.name:
             raise LocalTransportError(f"address of backend {address.backend!r} given to {self.name!r}")
-        peer = UcxPeer(self, local, address.num_bytes, _decode(address.metadata))
+        metadata = _decode(address.metadata)
+        if metadata.host not in ("", this_host()) and not (metadata.rdma and has_rdma()):
+            # UCX would emulate READ over TCP: slower than the tcp backend, and a consumer that goes away in the middle
+            # can abort the source's process with an assertion in UCX
+            raise LocalTransportError("the peer is on another host and not both have RDMA devices: use the backend tcp")
+        peer = UcxPeer(self, local, address.num_bytes, metadata)
         self._peers.add(peer)
         try:
             await peer.open(deadline_s)
@@ -98,12 +117,12 @@ class UcxTransport(TransportBase):
 
     def check_quarantine(self) -> None:
         """Disconnect the peers that hold back most, until the cap is kept."""
-        held = self.quarantined_bytes
-        for peer in sorted(self._peers, key=lambda peer: -peer.quarantined_bytes):
+        held = sum(peer.held_bytes for peer in self._peers)
+        for peer in sorted(self._peers, key=lambda peer: -peer.held_bytes):
             if held <= self.quarantine_max_bytes:
                 return
-            held -= peer.quarantined_bytes
-            peer.disconnect(SourceLost(f"{peer.quarantined_bytes} bytes in quarantine: the peer was disconnected"))
+            held -= peer.held_bytes
+            peer.disconnect(SourceLost(f"{peer.held_bytes} bytes in quarantine: the peer was disconnected"))
 
     async def close(self) -> None:
         if self.closed:
@@ -123,14 +142,16 @@ class UcxPeer:
         self._owner, self._local, self._remote_bytes, self._metadata = owner, local, remote_bytes, metadata
         self._scratch = np.zeros(HELLO_BYTES, dtype=np.uint8)
         self._unsettled: set[PullTransfer] = set()
+        self._writing: set[PullTransfer] = set()
         self._lost: KvkinError | None = None
         loop = asyncio.get_running_loop()
         self._down: asyncio.Future[None] = loop.create_future()
         self._link = Link(loop, self._on_down, owner.worker.wake)
 
     @property
-    def quarantined_bytes(self) -> int:
-        return sum(transfer.num_bytes for transfer in self._unsettled if transfer.failed)
+    def held_bytes(self) -> int:
+        """Destinations of pulls that were given up while pieces were in flight."""
+        return sum(transfer.num_bytes for transfer in self._writing)
 
     async def open(self, deadline_s: float) -> None:
         """Connect and read the hello page."""
@@ -167,12 +188,21 @@ class UcxPeer:
 
     def _track(self, transfer: PullTransfer, copies: Sequence[Copy], remote_base: int, local_base: int) -> Job:
         self._unsettled.add(transfer)
-        transfer.on_settled = self._unsettled.discard
+        transfer.on_settled = self._forget
         return Job(transfer, make_pieces(copies, remote_base, local_base))
 
     def _abort(self, transfer: PullTransfer) -> None:
-        self._owner.worker.submit(partial(self._link.abort, transfer))
-        self._owner.check_quarantine()
+        # most pulls that are given up had nothing in flight: only what the worker reports counts against the cap
+        self._owner.worker.submit(partial(self._link.abort, transfer, self._still_writing))
+
+    def _still_writing(self, transfer: PullTransfer) -> None:
+        if transfer in self._unsettled:
+            self._writing.add(transfer)
+            self._owner.check_quarantine()
+
+    def _forget(self, transfer: PullTransfer) -> None:
+        self._unsettled.discard(transfer)
+        self._writing.discard(transfer)
 
     def disconnect(self, error: KvkinError) -> None:
         """Tear the endpoint down without waiting for it."""

@@ -132,7 +132,11 @@ class Link:
                 self._agent = NixlAgent(name, progress=False, loopback_only=loopback_only)
                 for buffer in buffers:
                     self._agent.register(buffer)
-                self._remote = self._agent.add_remote(metadata)
+                try:
+                    self._remote = self._agent.add_remote(metadata)
+                except SourceLost:
+                    # seen about once in a thousand with a process that had just been thawed; a dead one refuses again
+                    self._remote = self._agent.add_remote(metadata)
                 self._opened = True
         except KvkinError as error:
             self.tear_down(error)
@@ -146,15 +150,17 @@ class Link:
         with self._lock:
             self._jobs.append(job)
 
-    def abort(self, transfer: PullTransfer) -> None:
-        """Post nothing more of it; it settles when the pieces in flight have ended."""
+    def abort(self, transfer: PullTransfer, still_writing: Callable[[PullTransfer], None]) -> None:
+        """Post nothing more of it; it settles when the pieces in flight have ended, of which ``still_writing`` tells."""
         with self._lock:
             job = next((job for job in self._jobs if job.transfer is transfer), None)
             if job is None:
                 return  # it ended while this was on its way
             job.aborted = True
             job.pieces.clear()
-            if job.in_flight == 0:
+            if job.in_flight > 0:
+                call_on_loop(self._loop, still_writing, transfer)
+            else:
                 self._jobs.remove(job)
                 call_on_loop(self._loop, transfer.settle)
 
