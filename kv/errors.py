@@ -10,6 +10,7 @@
     │   ├── PromptTooLong          prompt + max_tokens exceed the model's context
     │   └── DuplicateRequest       the client reuses the id of a running request
     ├── Cancelled                  the client or an operator ended the request
+    ├── DeadlineExceeded           the request's own deadline, or the cluster's limit, passed
     ├── CapacityError              no room now (queue, blocks, nodes); retryable
     │   └── NodeUnavailable        the node that serves the model is not there
     ├── SourceError                a KV source cannot serve: costs a private prefill, never the request
@@ -69,6 +70,11 @@ class DuplicateRequest(RequestError):
 
 class Cancelled(KvkinError):
     code = "cancelled"
+
+
+class DeadlineExceeded(KvkinError):
+    code = "deadline"
+    retryable = True
 
 
 class CapacityError(KvkinError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from kvkin.kv.errors import Cancelled, CapacityError, DuplicateRequest, KvkinError, NodeUnavailable
+from kvkin.kv.errors import Cancelled, CapacityError, DeadlineExceeded, DuplicateRequest, KvkinError, NodeUnavailable
 from kvkin.router import policy
 from kvkin.router.events import (
     ClientAsked,
@@ -271,7 +271,7 @@ class RouterCore:
         for request in list(self.serving.requests.values()):
             if now >= request.deadline_at:
                 allowed_s = request.deadline_at - request.received_at
-                self.serving.fail(request, Failure.of(Cancelled(f"the deadline of {allowed_s:g} s passed")))
+                self.serving.fail(request, Failure.of(DeadlineExceeded(f"the deadline of {allowed_s:g} s passed")))
             elif request.phase is Phase.WAITING and now >= request.waiting_until:
                 assert request.failure is not None, "a request waits because something failed"
                 self.serving.fail(request, request.failure)

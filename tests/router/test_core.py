@@ -341,7 +341,7 @@ def test_a_deadline_ends_a_request_that_hangs(sim: Sim) -> None:
     sim.wait(0.5, beating=["d0"])
     (end,) = sim.ends()
     assert isinstance(end, Error)
-    assert end.code == "cancelled"
+    assert end.code == "deadline"
     assert "deadline of 1.5 s" in end.message
     assert len(sim.told(Abort)) == 1
 
