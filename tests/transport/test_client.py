@@ -159,7 +159,7 @@ async def test_a_timeout_cancels_and_is_retryable(router: RouterNode, client: As
 
 async def test_a_deadline_is_the_routers(router: RouterNode, client: AsyncClient) -> None:
     async with MockNode(router.node_address, "d0", mode="hold") as node:
-        with pytest.raises(errors.Cancelled, match="deadline"):
+        with pytest.raises(errors.DeadlineExceeded, match="deadline"):
             await client.generate("base", prompt="x", deadline_s=0.1)
         await node.expect(Abort)
 
