@@ -2,7 +2,7 @@
 
 Keys are (block hash, provenance key). A block has one KV slot and, per transition layer, an E slot; both kinds have their own
 budget. Blocks in use (refcount: a running request, a lease) are never evicted; the rest goes leaf first, least recently used
-first. Changes are collected for the router as holdings deltas. Prefill and decode nodes use it alike.
+first. A shortage of E slots takes E only, the KV of the same blocks stays. What cannot be made to fit evicts nothing. Changes are collected for the router as holdings deltas. Prefill and decode nodes use it alike.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class BlockStore:
         self.num_layers = num_layers
         self.kv_pool, self.e_pool = SlotPool(num_slots), SlotPool(num_e_slots)
         self._blocks: dict[Key, Block] = {}
-        self._leaves: list[tuple[float, int, Key]] = []
+        self._leaves: list[tuple[float, int, Key]] = []  # (last used, ticket, key), stale entries among them
+        self._idle_e: list[tuple[float, int, Key]] = []  # (last used, -position, key) of unused blocks with E
         self._ticket = 0
         self._generation = 0
         self._changed: dict[Key, Change] = {}
@@ -124,7 +125,8 @@ class BlockStore:
             if existing is not None:
                 self.acquire(existing, now)
         missing = [index for index, existing in enumerate(found) if existing is None]
-        if not self._make_room(self.kv_pool, len(missing)):
+        victims = self._victims(len(missing))
+        if victims is None:
             for existing in found:
                 if existing is not None:
                     self.release(existing, now)
@@ -132,6 +134,7 @@ class BlockStore:
                 f"{len(missing)} KV blocks do not fit: {self.kv_pool.free} of {self.kv_pool.num_slots} slots are free and "
                 "the rest is in use; raise kv_bytes of this node or lower the load"
             )
+        self._evict(victims)
         slots = self.kv_pool.take(len(missing))
         for index, slot in zip(missing, slots, strict=True):
             found[index] = self._create(chain[index], slot, now)
@@ -144,11 +147,14 @@ class BlockStore:
 
         Raises CapacityError, leaving nothing behind, when blocks in use fill the arena.
         """
-        if not self._make_room(self.kv_pool, num_kv) or not self._make_room(self.e_pool, num_e):
+        victims = self._victims(num_kv)
+        if victims is None or not self._make_e_room(num_e, victims):
+            self._spare(victims or [])
             raise CapacityError(
                 f"{num_kv} KV and {num_e} E slots are needed, {self.kv_pool.free} and {self.e_pool.free} are free and the "
                 "rest is in use; raise kv_bytes or e_bytes of this node or lower the load"
             )
+        self._evict(victims)
         return self.kv_pool.take(num_kv), self.e_pool.take(num_e)
 
     def give_scratch(self, kv_slots: Sequence[int], e_slots: Sequence[int] = ()) -> None:
@@ -183,7 +189,9 @@ class BlockStore:
             block.e_ready |= {layer}
 
     def publish(self, block: Block) -> None:
-        """Tell the router what the block holds by now."""
+        """Tell the router what the block holds by now (nothing if it was removed meanwhile)."""
+        if block.generation < 0:
+            return
         state = (block.kv_layers, tuple(sorted(block.e_ready)))
         if block.advertised != state:
             block.advertised = state
@@ -213,10 +221,12 @@ class BlockStore:
                 self._remove(block)
             else:
                 self._maybe_leaf(block)
+                self._maybe_idle_e(block)
 
     def drop_all(self) -> None:
         """Evict every block that is not in use."""
-        self._make_room(self.kv_pool, self.kv_pool.num_slots)
+        while (victim := self._pop_leaf()) is not None:
+            self._remove(victim)
 
     # --- holdings ----------------------------------------------------------------------------------------------------
 
@@ -254,7 +264,7 @@ class BlockStore:
 
     def _reserve_e(self, blocks: list[Block], e_layers: Sequence[int]) -> None:
         for layer in e_layers:
-            if not blocks or not self._make_room(self.e_pool, len(blocks)):
+            if not blocks or not self._make_e_room(len(blocks)):
                 return
             for block, slot in zip(blocks, self.e_pool.take(len(blocks)), strict=True):
                 block.e_slots[layer] = slot
@@ -264,12 +274,59 @@ class BlockStore:
             self._ticket += 1
             heapq.heappush(self._leaves, (block.last_used, self._ticket, block.key))
 
-    def _make_room(self, pool: SlotPool, count: int) -> bool:
-        while pool.free < count:
+    def _maybe_idle_e(self, block: Block) -> None:
+        if block.refs == 0 and block.e_slots:
+            heapq.heappush(self._idle_e, (block.last_used, -block.position, block.key))
+
+    def _victims(self, count: int) -> list[tuple[Block, Block | None]] | None:
+        """Blocks (with the one above each) to evict so that ``count`` KV slots are free; None, and nothing changed, if
+        that many cannot be had. They are taken off their parents: ``_evict`` or ``_spare`` them."""
+        victims: list[tuple[Block, Block | None]] = []
+        while self.kv_pool.free + len(victims) < count:
             victim = self._pop_leaf()
             if victim is None:
-                return False
+                self._spare(victims)
+                return None
+            victims.append((victim, victim.above))
+            self._detach(victim)
+        return victims
+
+    def _evict(self, victims: list[tuple[Block, Block | None]]) -> None:
+        for victim, _ in victims:
             self._remove(victim)
+
+    def _spare(self, victims: list[tuple[Block, Block | None]]) -> None:
+        for victim, above in reversed(victims):
+            victim.above = above
+            if above is not None:
+                above.children += 1
+            self._maybe_leaf(victim)
+            self._maybe_idle_e(victim)
+
+    def _make_e_room(self, count: int, victims: Sequence[tuple[Block, Block | None]] = ()) -> bool:
+        """Free ``count`` E slots: blocks that nobody uses lose their E, least recently used and deepest first.
+
+        What ``victims`` will free counts, too."""
+        chosen: dict[Key, Block] = {}
+        going = {victim.key for victim, _ in victims}
+        gained = sum(len(victim.e_slots) for victim, _ in victims)
+        while self.e_pool.free + gained < count and self._idle_e:
+            last_used, _, key = heapq.heappop(self._idle_e)
+            block = self._blocks.get(key)
+            if block is None or key in going or key in chosen:
+                continue
+            if block.refs == 0 and block.last_used == last_used:
+                chosen[key] = block
+                gained += len(block.e_slots)
+        if self.e_pool.free + gained < count:
+            for block in chosen.values():
+                self._maybe_idle_e(block)
+            return False
+        for block in chosen.values():
+            self.e_pool.give(list(block.e_slots.values()))
+            block.e_slots, block.e_ready = {}, frozenset()
+            if block.advertised is not None:
+                self.publish(block)
         return True
 
     def _pop_leaf(self) -> Block | None:
@@ -285,10 +342,13 @@ class BlockStore:
         self.kv_pool.give([block.slot])
         self.e_pool.give(list(block.e_slots.values()))
         block.generation = -1
+        # of a block never advertised nothing is pending, unless one of the same name went before it: that must be told
         if block.advertised is not None:
             self._changed[block.key] = Change(block.key, block.parent, block.provenance, block.position, 0, ())
-        else:
-            self._changed.pop(block.key, None)
+        self._detach(block)
+
+    def _detach(self, block: Block) -> None:
+        """Take a block off the one above it, which may be a leaf now."""
         if block.above is not None and block.above.generation >= 0:
             block.above.children -= 1
             self._maybe_leaf(block.above)
