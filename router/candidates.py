@@ -155,7 +155,7 @@ class Desk:
         for run in match.runs if not self.only_exact else ():
             if run.stop_block <= current.stop:
                 continue
-            option = self._group(current, run, match.node)
+            option, _ = self._group(current, run, match.node)
             if option is None:
                 break
             loss = current.loss + option.loss + run.provenance.loss
@@ -200,25 +200,29 @@ class Desk:
     def _allows(self, loss: float) -> bool:
         return not self.only_exact and loss <= self.max_loss
 
-    def _group(self, base: Candidate, run: Run, node: str) -> Option | None:
-        """The cheapest allowed recompute group for a run, by what takes longer: the recompute or the pull."""
+    def promise(self, base: Candidate, match: Match) -> float:
+        """Roughly the seconds that ``base`` takes if it is continued with a match under recompute groups; infinite if it cannot."""
+        for run in match.runs:
+            stop = min(run.stop_block, self.max_blocks)
+            if stop > base.stop:
+                option, seconds = self._group(base, run, match.node)
+                computed = (self.max_blocks - stop) * self.facts.num_layers * base.receiver.block_s
+                return math.inf if option is None else (stop - base.stop) * seconds + computed
+        return math.inf
+
+    def _group(self, base: Candidate, run: Run, node: str) -> tuple[Option | None, float]:
+        """The cheapest allowed recompute group for a run and its seconds per block: the recompute's or the pull's."""
         best, best_s = None, math.inf
-        max_loss = self.max_loss
-        loss = base.loss + run.provenance.loss
+        loss, max_loss = base.loss + run.provenance.loss, self.max_loss
         receiver = base.receiver
         block_s = receiver.block_s
         byte_s = 0.0 if node == receiver.name else 1.0 / receiver.bytes_per_s(node, self)
-        kv_layers, e_layers = run.kv_layers, run.e_layers
-        for option in self.facts.groups.get(run.provenance.lineage_id, ()):
-            if kv_layers < option.needed_layers or (option.e_layer is not None and option.e_layer not in e_layers):
-                continue
-            if loss + option.loss > max_loss:
-                continue
-            seconds, pulled_s = option.recomputed_layers * block_s, byte_s * option.kv_block_bytes
-            seconds = max(seconds, pulled_s)
-            if seconds < best_s:
-                best, best_s = option, seconds
-        return best
+        for option in self.facts.groups_for(run.provenance.lineage_id, run.kv_layers, run.e_layers):
+            if loss + option.loss <= max_loss:
+                seconds = max(option.recomputed_layers * block_s, byte_s * option.kv_block_bytes)
+                if seconds < best_s:
+                    best, best_s = option, seconds
+        return best, best_s
 
     def _extend(
         self, base: Candidate, option: Option, node: str, run: Run, before: Provenance | None, loss: float

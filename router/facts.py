@@ -66,6 +66,7 @@ class Facts:
         }
         groups = {key: self._groups(names, family) for key, names in family.models_of.items()}
         self.groups = {key: found for key, found in groups.items() if found and key != self.lineage_id}
+        self._groups_for: dict[tuple[bytes, int, tuple[int, ...]], tuple[Option, ...]] = {}
         self.exact_senders = frozenset(key for key, depth in self.shared.items() if depth > 0)
         self.senders = self.exact_senders.union(self.groups)
         # share of the layers that this model computes when the base model's KV is there
@@ -78,6 +79,21 @@ class Facts:
             return self.whole
         limit = min(depth, kv_layers, self.num_layers - 1)
         return self.from_layer.get(max((layer for layer in e_layers if layer <= limit), default=0))
+
+    def groups_for(self, lineage_id: bytes, kv_layers: int, e_layers: tuple[int, ...]) -> tuple[Option, ...]:
+        """The recompute groups for which a sender's blocks with these layers have all that is pulled."""
+        key = (lineage_id, kv_layers, e_layers)
+        found = self._groups_for.get(key)
+        if found is None:
+            found = tuple(
+                option
+                for option in self.groups.get(lineage_id, ())
+                if kv_layers >= option.needed_layers and (option.e_layer is None or option.e_layer in e_layers)
+            )
+            if len(self._groups_for) > 4096:
+                self._groups_for.clear()
+            self._groups_for[key] = found
+        return found
 
     def _groups(self, senders: tuple[str, ...], family: FamilyView) -> tuple[Option, ...]:
         options: dict[tuple[int, int], Option] = {}

@@ -7,13 +7,12 @@ ones first where it is close. A prefix that nobody holds may be ordered from the
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from kvkin.kv.errors import NodeUnavailable
-from kvkin.kv.plan import PlanKind, provenances
+from kvkin.kv.plan import PlanKind
 from kvkin.kv.provenance import quality_of
 from kvkin.router.candidates import Candidate, Desk, Receiver
 from kvkin.router.chains import Match
@@ -117,7 +116,7 @@ def _decision(
     live_order: OrderRequest | None = None,
     background_order: OrderRequest | None = None,
 ) -> Decision:
-    """Word the best of the candidates as a decision; its quality is what folding the plan's provenance says."""
+    """Word the best of the candidates as a decision."""
     chosen = min(weighed, key=rank_of)
     reason = why or _reason(chosen, weighed)
     estimate = desk.estimate(chosen)
@@ -127,15 +126,12 @@ def _decision(
         )
         reason += ordering.request.node
         estimate = msgspec.structs.replace(estimate, saving_s=ordering.saving_s)
-    plan = desk.plan(chosen, reason)
-    final = provenances(plan, desk.facts.lineage_id)[-1]
-    assert final.exact == chosen.exact, f"the plan is not as exact as it was priced: {plan}"
     return Decision(
         node=chosen.receiver.name,
-        plan=plan,
+        plan=desk.plan(chosen, reason),
         estimate=estimate,
-        quality=final.quality,
-        loss=final.loss,
+        quality=quality_of(chosen.loss, chosen.exact),
+        loss=chosen.loss,
         reason=reason,
         live_order=live_order,
         background_order=background_order,
@@ -154,21 +150,20 @@ def _reason(chosen: Candidate, weighed: Sequence[Candidate]) -> str:
 
 
 def _considered(chosen: Candidate, weighed: Sequence[Candidate]) -> tuple[Considered, ...]:
-    found = []
-    for candidate in heapq.nsmallest(_MAX_CONSIDERED, weighed, key=rank_of):
-        found.append(
-            Considered(
-                node=candidate.receiver.name,
-                label=label(candidate),
-                quality=quality_of(candidate.loss, candidate.exact),
-                loss=candidate.loss,
-                reused_blocks=candidate.stop,
-                ttft_s=candidate.ttft_s,
-                objective_s=candidate.objective,
-                chosen=candidate is chosen,
-            )
+    return tuple(
+        Considered(
+            node=candidate.receiver.name,
+            kind=candidate.legs[-1].option.kind if candidate.legs else PlanKind.PRIVATE,
+            sources=tuple([leg.node for leg in candidate.legs]),
+            quality=quality_of(candidate.loss, candidate.exact),
+            loss=candidate.loss,
+            reused_blocks=candidate.stop,
+            ttft_s=candidate.ttft_s,
+            objective_s=candidate.objective,
+            chosen=candidate is chosen,
         )
-    return tuple(found)
+        for candidate in sorted(weighed, key=rank_of)[:_MAX_CONSIDERED]
+    )
 
 
 def label(candidate: Candidate) -> str:

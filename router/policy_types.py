@@ -14,7 +14,7 @@ import msgspec
 from kvkin.kv.cost import CostSettings, Estimate, NodeRates
 from kvkin.kv.layout import KVLayout
 from kvkin.kv.lineage import Lineage
-from kvkin.kv.plan import LayerGroup, ReusePlan
+from kvkin.kv.plan import LayerGroup, PlanKind, ReusePlan
 from kvkin.kv.provenance import Provenance, Quality
 from kvkin.transport.messages import Reuse
 
@@ -143,10 +143,11 @@ class OrderRequest(msgspec.Struct, frozen=True):
 
 
 class Considered(msgspec.Struct, frozen=True):
-    """One alternative that the policy weighed."""
+    """One alternative that the policy weighed. ``sources`` are the nodes of its segments, the receiver's own blocks included."""
 
     node: str
-    label: str
+    kind: PlanKind
+    sources: tuple[str, ...]
     quality: Quality
     loss: float
     reused_blocks: int

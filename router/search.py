@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -10,6 +11,7 @@ from kvkin.router.candidates import Candidate, Desk, Receiver, shortlist
 from kvkin.router.chains import Match
 from kvkin.router.ordering import Ordering, live_ready_s
 
+_MAX_PARTIAL = 3  # matches whose recompute groups are priced exactly: the most promising
 _MAX_CHAINS = 3  # matches of one lineage that are tried: the longest, and shorter ones with more layers
 
 
@@ -92,7 +94,7 @@ class Search:
         desk.ready_s[order.order_id] = ordering.ready_s
         candidates = []
         for base in self._bases:
-            for found in self._longer(base, ordering.match):
+            for found in (*self._exactly(base, ordering.match), *desk.with_partial(base, ordering.match)):
                 if found.legs[-1].run.order_id == order.order_id:
                     found.work = msgspec.structs.replace(found.work, order_s=ordering.order_s)
                     candidates.append(desk.price(found))
@@ -113,6 +115,8 @@ class Search:
         name, own_id = nothing.receiver.name, self.desk.facts.lineage_id
         here = [match for match in local if match.runs[0].provenance.lineage_id == own_id]
         for match in (*here, *(match for match in shortlist(self._own, self.desk, _MAX_CHAINS) if match.node != name)):
+            if match.node != name and match.runs[-1].stop_block <= exact.stop:
+                continue
             found = self.desk.with_own(nothing, match)
             if exact is not nothing:
                 # what is here already need not be pulled with the rest
@@ -129,24 +133,29 @@ class Search:
         return exact, [longest] if longest is not None and longest.stop > exact.stop else []
 
     def _best_longer(self, base: Candidate, matches: Sequence[Match]) -> Candidate | None:
-        best = None
-        if base.stop < self.desk.max_blocks:
-            for match in matches:
-                if match.runs[-1].stop_block > base.stop:
-                    for longer in self._longer(base, match):
-                        self.weighed.append(longer)
-                        if best is None or longer.rank < best.rank:
-                            best = longer
-        return best
+        if base.stop >= self.desk.max_blocks:
+            return None
+        found: list[Candidate] = []
+        promising: list[tuple[float, int, Match]] = []
+        for number, match in enumerate(matches):
+            if match.runs[-1].stop_block <= base.stop:
+                continue
+            if match.runs[0].provenance.lineage_id in self.desk.facts.groups:
+                promise = self.desk.promise(base, match)
+                if promise < math.inf:
+                    promising.append((promise, number, match))
+            if match.runs[0].provenance.lineage_id in self.desk.facts.exact_senders:
+                found += self._exactly(base, match)
+        promising.sort()
+        for _, _, match in promising[:_MAX_PARTIAL]:
+            found += self.desk.with_partial(base, match)
+        self.weighed += found
+        return min(found, key=rank_of, default=None)
 
-    def _longer(self, base: Candidate, match: Match) -> list[Candidate]:
-        desk, lineage_id = self.desk, match.runs[0].provenance.lineage_id
-        if lineage_id == desk.facts.lineage_id:
-            return desk.with_own(base, match)
-        found = desk.with_exact(base, match) if lineage_id in desk.facts.exact_senders else []
-        if lineage_id in desk.facts.groups:
-            found += desk.with_partial(base, match)
-        return found
+    def _exactly(self, base: Candidate, match: Match) -> list[Candidate]:
+        if match.runs[0].provenance.lineage_id == self.desk.facts.lineage_id:
+            return self.desk.with_own(base, match)
+        return self.desk.with_exact(base, match)
 
 
 def rank_of(candidate: Candidate) -> float:
