@@ -138,32 +138,39 @@ async def _compare(
     spec_file, out_file = folder / "reference.json", folder / "reference_answers.json"
     _write(spec_file, json.dumps(reference_spec(resolved, names, records)))
     out_file.unlink(missing_ok=True)
+    problem = await _run_reference(spec_file, out_file, len(records), say)
+    if problem:
+        for record in records:
+            record.problems.append(problem)
+        return
+    for record, answer in zip(records, json.loads(out_file.read_text(encoding="utf-8")), strict=True):
+        compare(record, answer)
+
+
+async def _run_reference(spec_file: Path, out_file: Path, count: int, say: Callable[[str], None]) -> str:
+    """Run the child to its end; returns what went wrong, or nothing."""
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvkin.tools.demo_reference", str(spec_file), str(out_file)),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
+    assert child.stdout is not None
+    assert child.stderr is not None
+    reading = asyncio.create_task(child.stderr.read())
     try:
-        assert child.stdout is not None
-        assert child.stderr is not None
-        errors = asyncio.create_task(child.stderr.read())
         async with asyncio.timeout(REFERENCE_S):
             async for line in child.stdout:
-                say(f"plain transformers: {line.decode().strip()} of {len(records)} requests repeated")
+                say(f"plain transformers: {line.decode().strip()} of {count} requests repeated")
             code = await child.wait()
+    except TimeoutError:
+        return f"the reference process was not done after {REFERENCE_S:g} s"
     finally:
         if child.returncode is None:
             child.kill()
             await child.wait()
-    if code:
-        tail = (await errors).decode(errors="replace").strip().splitlines()
-        for record in records:
-            record.problems.append(f"the reference process failed: {tail[-1] if tail else code}")
-        return
-    await errors
-    for record, answer in zip(records, json.loads(out_file.read_text(encoding="utf-8")), strict=True):
-        compare(record, answer)
+        errors = (await reading).decode(errors="replace").strip().splitlines()
+    return f"the reference process failed: {errors[-1] if errors else code}" if code else ""
 
 
 def compare(record: Record, reference: dict[str, Any]) -> None:
@@ -202,7 +209,8 @@ def reference_spec(resolved: ResolvedCluster, names: Names, records: list[Record
         requests.append(
             {
                 "model": record.step.model,
-                "messages": record.messages,
+                "messages": record.messages if record.step.chat else None,
+                "prompt": record.step.text,
                 "max_tokens": record.step.max_tokens,
                 "eos": sorted(family.models[record.step.model].eos_ids),
                 "quality": record.answer.report.quality.value,

@@ -43,7 +43,8 @@ class Reference:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Greedy tokens of one request, with the gap between the two best logits at each."""
-        ids = self.prompt_ids(request["messages"])
+        messages = request["messages"]
+        ids = self._encode(request["prompt"]) if messages is None else self.prompt_ids(messages)
         model, eos = self.model(request["model"]), set(request["eos"])
         if request["quality"] == "exact":
             tokens, gaps, cache = _generate(model, ids, request["max_tokens"], sorted(eos))
@@ -54,7 +55,7 @@ class Reference:
         return {"prompt_tokens": len(ids), "tokens": tokens, "gaps": gaps}
 
     def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Ids of a conversation. Answers keep the ids that were generated; their text may have others."""
+        """Ids of a conversation. Answers keep the ids that were generated, as far as those are the answer's text."""
         plain = [{"role": message["role"], "content": message["content"]} for message in messages]
         text: str = self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
         ids: list[int] = []
@@ -63,11 +64,16 @@ class Reference:
                 continue
             before, found, text = text.partition(f"assistant\n{message['content']}")
             assert found, "the template changes answers"
-            said = message["token_ids"]
-            if said and said[-1] in self._tokenizer.all_special_ids:
-                said = said[:-1]  # the template writes the end of the turn itself
+            said, unsaid = self._said(message["content"], message["token_ids"])
             ids += self._encode(f"{before}assistant\n") + said
+            text = unsaid + text
         return ids + self._encode(text)
+
+    def _said(self, content: str, ids: list[int]) -> tuple[list[int], str]:
+        """The longest start of ``ids`` whose text begins ``content`` (no end of turn, no broken characters), and the rest."""
+        while ids and not content.startswith(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)):
+            ids = ids[:-1]
+        return ids, content[len(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)) :] if ids else content
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
