@@ -142,9 +142,9 @@ class PolicyConfig(_Section, frozen=True):
     beta: Annotated[float, Meta(ge=0, le=1000)] = 0.2
     # Half-life of the count of how many requests share a prefix, in seconds.
     fan_out_half_life_s: Seconds = 120.0
-    # Plans that would reuse fewer tokens than this run privately instead.
+    # Fewer tokens than this are not pulled from another node but computed; a node's own blocks are used anyway.
     min_reuse_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 64
-    # Prompts shorter than this many tokens skip reuse altogether: the pipeline costs more than it saves.
+    # As min_reuse_tokens, and the larger of the two counts: below it the pipeline costs more than it saves.
     bypass_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 128
     # A request goes to another node once its best holder's estimated wait is longer than the next node's by this much.
     spill_s: Seconds = 2.0
@@ -202,7 +202,7 @@ class TimeoutsConfig(_Section, frozen=True):
     open_stream_s: Seconds = 5.0
     # A prefill order, from being sent until its last layer is there.
     order_s: Seconds = 120.0
-    # How long a stopping node may finish what runs.
+    # How long a stopping router may finish what runs; workers stop at once.
     drain_s: Seconds = 30.0
     # A whole request, unless the client sets a shorter deadline.
     request_s: Seconds = 600.0

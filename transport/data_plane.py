@@ -1,7 +1,7 @@
 """The KV data plane's contract: a transport moves bytes between registered memory regions (DESIGN.md section 8).
 
 Backends: ``ucx`` (NIXL over UCX, one-sided READ), ``tcp`` (plain sockets), ``inproc`` (tests). All pass
-``tests/transport/check_transport.py``. Layer streams (``streams.py``) decide what is pulled when; leases are theirs, too.
+``tests/check_transport.py``. Layer streams (``streams.py``) decide what is pulled when; leases are theirs, too.
 Runs in every node; methods are called on the node's event loop unless a docstring says otherwise.
 """
 

@@ -13,7 +13,7 @@ fi
 # UCX picks shared memory within a host and the fastest network between hosts by itself. Where a host has several networks,
 # or the wrong one is picked, uncomment:
 # export UCX_NET_DEVICES=mlx5_0:1          # the InfiniBand or RoCE port (`ibv_devices` lists them)
-# export UCX_TLS=rc,sm,self                # reliable verbs + shared memory; add cuda_copy,cuda_ipc for GPU memory
+# export UCX_TLS=rc,sm,self                # reliable verbs + shared memory (KV lies in host memory)
 # export UCX_IB_GID_INDEX=3                # RoCE v2 with several GIDs
 # export UCX_LOG_LEVEL=info                # says which transports were chosen
 
