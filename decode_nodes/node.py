@@ -94,10 +94,13 @@ class DecodeNode:
         )
 
     async def serve(self, stop: asyncio.Event) -> None:
-        """Serve until ``stop``; requests that still run get an error. Raises ConfigError if a router refuses us."""
+        """Serve until ``stop``, then finish what runs within ``drain_s``; what is left gets an error (retryable).
+
+        Raises ConfigError if a router refuses this node.
+        """
         ticking = asyncio.create_task(self._tick_forever())
         try:
-            await self.runtime.serve(stop)
+            await self.runtime.serve_and_drain(stop, lambda: not self.core.running and not self.core.waiting)
         finally:
             ticking.cancel()
             for request_id in list(self._requests):

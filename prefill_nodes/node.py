@@ -82,16 +82,22 @@ class PrefillNode:
         )
 
     async def serve(self, stop: asyncio.Event) -> None:
-        """Serve until ``stop``; then finish nothing, cancel what runs, close. Raises ConfigError if a router refuses us."""
+        """Serve until ``stop``, then finish orders and let readers finish within ``drain_s``.
+
+        Raises ConfigError if a router refuses this node.
+        """
         ticking = asyncio.create_task(self._tick_forever())
         try:
-            await self.runtime.serve(stop)
+            await self.runtime.serve_and_drain(stop, self._idle)
         finally:
             ticking.cancel()
             if self._running is not None:
                 self._engine.cancel(self._running.order.order_id, "the node is stopping")
             await asyncio.to_thread(self._engine.close)
             await self.runtime.close()
+
+    def _idle(self) -> bool:
+        return not (self.core.running or self.core.waiting or len(self.runtime.server.leases))
 
     # --- events in, instructions out ---------------------------------------------------------------------------------
 

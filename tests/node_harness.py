@@ -258,6 +258,7 @@ def settings_for(role: str, name: str, members: list[Member], router: str, **cha
         "backend": "tcp",
         "heartbeat_s": 0.2,
         "order_s": 20.0,
+        "drain_s": 5.0,
     }
     return NodeSettings(**{**values, **changes})
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -170,6 +171,24 @@ class NodeRuntime:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def serve_and_drain(self, stop: asyncio.Event, idle: Callable[[], bool]) -> None:
+        """Serve until ``stop``; then take nothing new and go on until ``idle()`` or for ``drain_s`` seconds more."""
+        closing = asyncio.Event()
+
+        async def drain() -> None:
+            await stop.wait()
+            self.routers.drain()
+            give_up = time.monotonic() + self.settings.drain_s
+            while not idle() and time.monotonic() < give_up:  # noqa: ASYNC110 - idleness has no event of its own
+                await asyncio.sleep(0.02)
+            closing.set()
+
+        draining = asyncio.create_task(drain())
+        try:
+            await self.serve(closing)
+        finally:
+            draining.cancel()
 
     async def close(self) -> None:
         """Leave the routers, close every socket and peer, give the memory back."""

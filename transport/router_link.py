@@ -125,6 +125,12 @@ class RouterLink:
         if changes and self.registered.is_set():
             self.send(self._advertiser.delta(changes))
 
+    def drain(self) -> None:
+        """Take nothing new from now on; the router hears of it at once."""
+        self.draining = True
+        if self.registered.is_set():
+            self._send_heartbeat()
+
     def close(self) -> None:
         """Say goodbye and close."""
         if self.registered.is_set():
@@ -148,6 +154,9 @@ class RouterLink:
             case _:
                 self._on_message(self, message)
 
+    def _send_heartbeat(self) -> None:
+        self.send(Heartbeat(self._registration().incarnation, self._load(), self.draining))
+
     def _send_snapshot(self) -> None:
         for part in self._advertiser.snapshot(self._store.snapshot()):
             self.send(part)
@@ -155,7 +164,7 @@ class RouterLink:
     async def _beat(self) -> None:
         while True:
             if self.registered.is_set():
-                self.send(Heartbeat(self._registration().incarnation, self._load(), self.draining))
+                self._send_heartbeat()
             else:
                 self.send(self._registration())
             await asyncio.sleep(self._heartbeat_s)
@@ -186,7 +195,7 @@ class RouterLinks:
 
     def drain(self) -> None:
         for link in self.links:
-            link.draining = True
+            link.drain()
 
     def close(self) -> None:
         for link in self.links:

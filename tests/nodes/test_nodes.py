@@ -23,7 +23,7 @@ from node_harness import (
 from kvkin.kv.hashing import block_hashes
 from kvkin.kv.plan import Holder, LayerGroup, LayerSource, PlanKind, ReusePlan, Segment, private_plan, provenances
 from kvkin.kv.provenance import Provenance, Quality
-from kvkin.transport.node_messages import OrderDone, PrefillOrder
+from kvkin.transport.node_messages import Done, Generated, OrderDone, PrefillOrder
 
 TOKENS = tuple(int(t) for t in torch.randint(3, 320, (101,), generator=torch.Generator().manual_seed(5)))
 CONTEXT = 96
@@ -154,3 +154,13 @@ async def test_live_order_is_pulled_while_it_is_computed(members: dict[str, Memb
         assert orders[0].computed_tokens in (0, CONTEXT)
         await router.until(lambda: router.load("prefill-0").leases == 0)
     assert_clean(prefill, node, other)
+
+
+async def test_a_stopping_node_finishes_what_runs(members: dict[str, Member], router: ScriptedRouter) -> None:
+    base = members["base"]
+    async with running("decode", "decode-base", [base], router) as node:
+        await router.start("decode-base", "long", "base", TOKENS, private_plan(len(TOKENS)), max_tokens=60)
+        await router.until(lambda: router.of(Generated, "long"))
+        assert not router.of(Done, "long")
+    assert len((await router.ended("long")).token_ids) == 60
+    assert_clean(node)
