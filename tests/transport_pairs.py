@@ -86,7 +86,8 @@ class ConsumerSide:
         self.local_region = consumer.register(self.local)
 
     async def close(self) -> None:
-        await self.consumer.close()
+        async with asyncio.timeout(30):
+            await self.consumer.close()
 
 
 class InprocPair(ConsumerSide):

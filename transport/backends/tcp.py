@@ -85,6 +85,9 @@ class TcpTransport(TransportBase):
         peer = TcpPeer(self, address, local)
         await peer.open(deadline_s)
         self._peers.add(peer)
+        if self.closed:
+            await peer.close()
+            raise LocalTransportError("the transport was closed while connecting")
         return peer
 
     def forget(self, peer: TcpPeer) -> None:
@@ -169,9 +172,6 @@ class TcpPeer:
         except (SourceError, LocalTransportError) as error:
             self._lose(error)
             return
-        except asyncio.CancelledError:
-            self._lose(SourceLost("the peer is closed"))
-            raise
         waiting, self._waiting = self._waiting, []
         self._submit([unit for unit in waiting if not unit.pull.aborted])
 
@@ -187,10 +187,13 @@ class TcpPeer:
 
     async def close(self) -> None:
         self._lost = self._lost or SourceLost("the peer is closed")
+        if self._link is None and self._reconnecting is not None:
+            self._reconnecting.cancel()
+            await asyncio.wait([self._reconnecting])
         if self._link is not None:
             self._link.close()
-        elif self._reconnecting is not None:
-            self._reconnecting.cancel()
+        else:
+            self._lose(self._lost)
         await self._down.wait()
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from kvkin.kv.errors import KvkinError, LocalTransportError, SourceLost, SourceRefused, SourceTimeout
 from kvkin.transport.backends.base import PullTransfer, TransportBase, check_copies
 from kvkin.transport.backends.nixl import NixlAgent
-from kvkin.transport.backends.ucx_worker import INLINE_BYTES, INLINE_COPIES, Job, Link, UcxWorker, make_pieces
+from kvkin.transport.backends.ucx_worker import Job, Link, UcxWorker, make_pieces
 from kvkin.transport.data_plane import Copy, RegionAddress
 
 VERSION = 1
@@ -144,9 +145,11 @@ class UcxPeer:
         self._unsettled: set[PullTransfer] = set()
         self._writing: set[PullTransfer] = set()
         self._lost: KvkinError | None = None
-        loop = asyncio.get_running_loop()
-        self._down: asyncio.Future[None] = loop.create_future()
-        self._link = Link(loop, self._on_down, owner.worker.wake)
+        self._own: deque[Job] = deque()
+        """Jobs that the loop posts itself (shared memory); nothing of them is ever in flight between two turns."""
+        self._loop = asyncio.get_running_loop()
+        self._down: asyncio.Future[None] = self._loop.create_future()
+        self._link = Link(self._loop, self._on_down, owner.worker.wake)
 
     @property
     def held_bytes(self) -> int:
@@ -178,13 +181,30 @@ class UcxPeer:
         elif not merged:
             transfer.complete()
         else:
-            job = self._track(transfer, merged, self._metadata.base, self._local.ctypes.data)
-            # a pull that waits already goes first
-            idle = len(self._unsettled) == 1
-            small = transfer.num_bytes <= INLINE_BYTES and len(merged) <= INLINE_COPIES
-            if not (idle and small and self._link.try_now(job)):
-                self._owner.worker.submit(partial(self._link.start, job))
+            self._own.append(self._track(transfer, merged, self._metadata.base, self._local.ctypes.data))
+            if len(self._own) == 1:
+                self._post()
         return transfer
+
+    def _post(self) -> None:
+        """Post one piece here on the loop, and the next one on its next turn; or hand all to the worker."""
+        if not self._own:
+            return
+        job = self._own[0]
+        done = None if self._link.asynchronous else self._link.try_now(job)
+        if done is not True:
+            if done is False:
+                self._own.popleft()
+            for waiting in self._own:
+                self._owner.worker.submit(partial(self._link.start, waiting))
+            self._own.clear()
+            return
+        if not job.pieces:
+            self._own.popleft()
+            # not at once: whoever pulls in a loop must let other tasks run in between
+            self._loop.call_soon(job.transfer.complete)
+        if self._own:
+            self._loop.call_soon(self._post)
 
     def _track(self, transfer: PullTransfer, copies: Sequence[Copy], remote_base: int, local_base: int) -> Job:
         self._unsettled.add(transfer)
@@ -192,6 +212,11 @@ class UcxPeer:
         return Job(transfer, make_pieces(copies, remote_base, local_base))
 
     def _abort(self, transfer: PullTransfer) -> None:
+        own = next((job for job in self._own if job.transfer is transfer), None)
+        if own is not None:
+            self._own.remove(own)
+            transfer.settle()
+            return
         # most pulls that are given up had nothing in flight: only what the worker reports counts against the cap
         self._owner.worker.submit(partial(self._link.abort, transfer, self._still_writing))
 
@@ -208,11 +233,17 @@ class UcxPeer:
         """Tear the endpoint down without waiting for it."""
         if self._lost is None:
             self._lost = error
+            self._fail_own()
             self._owner.worker.submit(partial(self._link.tear_down, error))
+
+    def _fail_own(self) -> None:
+        while self._own:
+            self._own.popleft().transfer.fail(SourceLost(str(self._lost)), settled=True)
 
     def _on_down(self, error: KvkinError) -> None:
         """The link is gone, whoever ended it."""
         self._lost = self._lost or error
+        self._fail_own()
         self._owner.worker.drop(self._link)
         self._owner.forget(self)
         if not self._down.done():

@@ -1,8 +1,12 @@
-"""The thread that drives every pull of one ``ucx`` transport.
+"""The links of one ``ucx`` transport, and the thread that polls what is in flight on them.
 
-One thread owns all pulling agents: it posts READs, polls them (NIXL has nothing to await) and reports to the event loop.
-It sleeps on its command queue while nothing is in flight and polls every 50 us otherwise, which beats busy polling
-where cores are few. Copies over shared memory run inside the post, so the event loop must never post itself.
+NIXL has nothing to await: somebody has to poll. One thread does it for all links. It sleeps on its command queue while nothing
+is in flight and polls every 50 us otherwise, which beats busy polling where cores are few (an event loop cannot: its timers
+have milliseconds).
+
+On shared memory nothing is ever in flight: the copy runs inside the post, without the GIL. Handing such a pull to a thread
+and back costs more than a small copy takes, and many times more on a busy machine; so there the event loop itself posts,
+one piece a turn, and the thread only opens and ends links.
 """
 
 from __future__ import annotations
@@ -24,14 +28,13 @@ from kvkin.transport.backends.nixl import NixlAgent
 from kvkin.transport.data_plane import Copy
 
 PIECE_BYTES = 8 << 20
-"""A pull is posted in pieces of this size: what bounds the time until a cancel, a deadline or another pull is seen."""
-PIECE_COPIES = 256
+PIECE_COPIES = 64
+"""A pull is posted in pieces of this size, about a millisecond of copying on shared memory: what bounds the time until a
+cancel, a deadline or whatever else the loop has to do is seen."""
+LEARN_BYTES = 64 << 10
+"""A post of at least so much tells whether the link is shared memory."""
 WINDOW = 4
 """Pieces in flight per link: enough to fill a network, few enough that an abandoned pull ends soon."""
-INLINE_BYTES = 512 << 10
-INLINE_COPIES = 32
-"""A pull of up to this much on an idle link is posted on the event loop itself: on shared memory it is done within a tenth
-of a millisecond, which is less than waking the worker and being woken by it."""
 POLL_S = 50e-6
 QUARANTINE_POLL_S = 2e-3
 
@@ -84,32 +87,37 @@ class Link:
         self._remote = ""
         self._jobs: deque[Job] = deque()
         self._posted: list[tuple[int, Job]] = []
+        self._ended: list[Job] = []
         self._opened = False
+        self.asynchronous = False
+        """Whether posts return before the bytes are there, as on a network: then the loop need not try."""
         self._down: KvkinError | None = None
 
     # on the event loop
 
-    def try_now(self, job: Job) -> bool:
-        """Post a small pull right here, if the link is free. False: nothing happened, queue it."""
+    def try_now(self, job: Job) -> bool | None:
+        """Post the job's next piece right here, if the worker has nothing to do with this link.
+
+        True: the piece is done. False: it is in flight, and the worker takes over the job. None: nothing happened.
+        """
         if not self._lock.acquire(blocking=False):
-            return False
+            return None
         try:
             if self._agent is None or self._jobs:
-                return False
+                return None
             handle, done = self._agent.read(self._remote, *job.pieces[0])
-            job.pieces.clear()
+            job.pieces.popleft()
             if done:
                 self._agent.release(handle)
-                # not at once: whoever pulls in a loop must let other tasks run in between
-                self._loop.call_soon(job.transfer.complete)
             else:
+                self.asynchronous = True
                 job.in_flight = 1
                 self._posted.append((handle, job))
                 self._jobs.append(job)
                 self._wake()
-            return True
+            return done
         except KvkinError:
-            return False  # the worker meets the same error and tears the link down
+            return None  # the worker meets the same error and tears the link down
         finally:
             self._lock.release()
 
@@ -168,35 +176,43 @@ class Link:
         """Look at the pieces in flight and post at most one. True if anything moved."""
         try:
             with self._lock:
-                return self._agent is not None and self._advance(self._agent)
+                moved = self._agent is not None and self._advance(self._agent)
+            # not under the lock: the loop wakes at once, and its next pull would find the lock taken
+            while self._ended:
+                job = self._ended.pop(0)
+                call_on_loop(self._loop, job.transfer.settle if job.aborted else job.transfer.complete)
+            return moved
         except Exception as error:  # noqa: BLE001 - whatever it is, this thread also serves other links
             self.tear_down(error if isinstance(error, KvkinError) else LocalTransportError(repr(error)))
             return True
 
     def _advance(self, agent: NixlAgent) -> bool:
         moved = False
-        for index in reversed(range(len(self._posted))):
-            if agent.poll(self._posted[index][0]):
-                self._end_piece(agent, index)
+        for handle, job in list(self._posted):
+            if agent.poll(handle):
+                self._end_piece(agent, handle, job)
                 moved = True
         # strictly in the order of the pulls: the scheduler put the most urgent first
-        job = next((job for job in self._jobs if job.pieces), None)
-        if job is None or len(self._posted) >= WINDOW:
+        ready = next((job for job in self._jobs if job.pieces), None)
+        if ready is None or len(self._posted) >= WINDOW:
             return moved
-        handle, done = agent.read(self._remote, *job.pieces.popleft())
-        job.in_flight += 1
-        self._posted.append((handle, job))
+        local, remote = ready.pieces.popleft()
+        handle, done = agent.read(self._remote, local, remote)
+        if int(local[:, 1].sum()) >= LEARN_BYTES:
+            self.asynchronous = not done
+        ready.in_flight += 1
+        self._posted.append((handle, ready))
         if done:
-            self._end_piece(agent, len(self._posted) - 1)
+            self._end_piece(agent, handle, ready)
         return True
 
-    def _end_piece(self, agent: NixlAgent, index: int) -> None:
-        handle, job = self._posted.pop(index)
+    def _end_piece(self, agent: NixlAgent, handle: int, job: Job) -> None:
+        self._posted.remove((handle, job))
         agent.release(handle)
         job.in_flight -= 1
         if job.in_flight == 0 and not job.pieces:
             self._jobs.remove(job)
-            call_on_loop(self._loop, job.transfer.settle if job.aborted else job.transfer.complete)
+            self._ended.append(job)
 
     def tear_down(self, error: KvkinError) -> None:
         """End the endpoint: all pulls fail with ``error`` and, once the agent is gone, settle. Idempotent."""
@@ -211,7 +227,7 @@ class Link:
             self._posted.clear()
             gone = agent is None or agent.close()
         failure = _as_source_error(error)
-        for job in self._jobs:
+        for job in [*self._ended, *self._jobs]:
             # an agent that something still holds may still write: rather leak the destination than corrupt it
             call_on_loop(self._loop, _fail_settled if gone else _fail_unsettled, job.transfer, failure)
         self._jobs.clear()
