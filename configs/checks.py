@@ -179,8 +179,11 @@ def _addresses(config: ClusterConfig) -> Iterator[tuple[str, str, int]]:
         if isinstance(node, RouterNode):
             yield f"{key}.client_port", host, node.client_port
             yield f"{key}.node_port", host, node.node_port
-        elif node.port:
-            yield f"{key}.port", host, node.port
+        else:
+            if node.port:
+                yield f"{key}.port", host, node.port
+            if node.data_port:
+                yield f"{key}.data_port", host, node.data_port
 
 
 def _check_ports(config: ClusterConfig) -> None:

@@ -106,6 +106,8 @@ class PrefillNode(_Node, frozen=True, tag="prefill", kw_only=True):
     port: PortOrAny
     # Models whose contexts it computes, all of one family.
     models: tuple[str, ...]
+    # Port of the data plane with backend tcp; 0: any free port. Firewalls want a fixed one.
+    data_port: PortOrAny = 0
     # Host memory for KV blocks, registered at start.
     kv_bytes: Bytes = 1 << 30
     # Host memory for E blocks, registered at start.
@@ -121,6 +123,8 @@ class DecodeNode(_Node, frozen=True, tag="decode", kw_only=True):
     port: PortOrAny
     # Models that it answers for, all of one family.
     models: tuple[str, ...]
+    # Port of the data plane with backend tcp; 0: any free port. Firewalls want a fixed one.
+    data_port: PortOrAny = 0
     # Host memory for KV blocks, registered at start.
     kv_bytes: Bytes = 1 << 30
     # Host memory for E blocks, registered at start.
@@ -178,8 +182,6 @@ class LimitsConfig(_Section, frozen=True):
     max_queue: Count = 256
     # Clients connected to one router.
     max_clients: Count = 4096
-    # KV and E bytes that one request may occupy on one node.
-    max_context_bytes: Bytes = 8 << 30
     # Stop strings of one request, and the length of each.
     max_stop_strings: Count = 16
     max_stop_chars: Count = 256
@@ -202,7 +204,7 @@ class TimeoutsConfig(_Section, frozen=True):
     open_stream_s: Seconds = 5.0
     # A prefill order, from being sent until its last layer is there.
     order_s: Seconds = 120.0
-    # How long a stopping router may finish what runs; workers stop at once.
+    # How long a stopping node (router, prefill or decode) finishes what runs.
     drain_s: Seconds = 30.0
     # A whole request, unless the client sets a shorter deadline.
     request_s: Seconds = 600.0

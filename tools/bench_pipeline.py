@@ -19,8 +19,10 @@ import random
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -56,7 +58,7 @@ class BenchPipeline:
     """Compute threads of the receiver, the same in every schedule."""
     seed: int = 0
     """Seed of the token ids and of the bootstrap."""
-    json: bool = False
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object instead of tables."""
 
     def run(self) -> int:

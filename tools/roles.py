@@ -57,6 +57,7 @@ def worker_settings(config: ClusterConfig, family: ResolvedFamily, name: str) ->
         e_bytes=node.e_bytes,
         routers=tuple(f"tcp://{router.host}:{router.node_port}" for router in config.routers.values()),
         backend=transport.backend,
+        data_port=node.data_port,
         insecure=transport.insecure,
         quarantine_max_bytes=transport.quarantine_max_bytes,
         pull_window_bytes=transport.pull_window_bytes,

@@ -17,7 +17,6 @@ class KVMemory:
         self.arena = Arena(layout, num_slots, num_e_slots)
         self.store = BlockStore(num_slots, num_e_slots, layout.num_layers)
         self.region = transport.register(self.arena.buffer)
-        self.quarantined_slots = 0
 
     async def close(self) -> None:
         await self.transport.close()

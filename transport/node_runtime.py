@@ -49,6 +49,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     e_bytes: int
     routers: tuple[str, ...]
     backend: str = "ucx"
+    data_port: int = 0
     insecure: bool = False
     quarantine_max_bytes: int = 256 << 20
     pull_window_bytes: int = 64 << 20
@@ -82,6 +83,7 @@ class NodeRuntime:
         self.transport = transport or open_transport(
             settings.backend,
             host=settings.bind_host,
+            port=settings.data_port,
             insecure=settings.insecure,
             advertise_host=settings.host,
             quarantine_max_bytes=settings.quarantine_max_bytes,
