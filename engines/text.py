@@ -39,8 +39,12 @@ class TextStream:
         after = self._tokenizer.decode(self._ids[self._prefix :], skip_special_tokens=True)
         if after.endswith(REPLACEMENT):
             return ""
-        self._prefix, self._settled = self._settled, len(self._ids)
-        return self._release(after[len(before) :], final=False)
+        new = after[len(before) :]
+        if new:
+            # ids that decode to nothing are no context: some decoders strip what they take for the beginning of a text
+            self._prefix = self._settled
+        self._settled = len(self._ids)
+        return self._release(new, final=False)
 
     def finish(self) -> str:
         """What was held back, at the end of the answer."""

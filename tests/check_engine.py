@@ -27,6 +27,7 @@ from engine_harness import (
     contexts,
     exact,
     family,
+    greedy,
     partial,
     plan_of,
     prompt,
@@ -37,6 +38,7 @@ from engine_harness import (
 from oracle import State
 from torch import Tensor
 
+from kvkin.kv.generation import Sampling
 from kvkin.kv.plan import PlanKind, ReusePlan, TokenRows
 
 TOLERANCE = 1e-4
@@ -227,8 +229,8 @@ def assert_tokens(heard: Heard, choices: Sequence[int], logits: Tensor, tally: T
         wanted = torch.log_softmax(logits[index], dim=-1)
         assert logprob is not None
         found = torch.full_like(wanted, float("nan"))
-        for token, value in logprob.top:
-            found[token] = value
+        tokens, values = zip(*logprob.top, strict=True)
+        found[torch.tensor(tokens)] = torch.tensor(values)
         assert_close(found, wanted, f"log probabilities of token {index}")
         tally.positions += 1
         if heard.tokens[index] != choices[index]:
@@ -267,18 +269,21 @@ def assert_result(
 def run_case(
     make_engine: MakeEngine,
     models: Mapping[str, Any],
+    token_ids: Sequence[int],
     held: Mapping[str, State],
     case: Shape,
     geometry: Geometry,
     tally: Tally,
+    *,
+    sampling: Sampling | None = None,
     seed: int = 0,
 ) -> None:
-    """Run one plan alone, its data arriving most urgent first, and compare. ``held`` are contexts of ``prompt(total, seed)``."""
+    """Run one plan alone, its data arriving most urgent first, and compare. ``held`` are contexts of ``token_ids``."""
     receiver, plan, must_be_private = case
-    token_ids = prompt(geometry.total, seed)
     bench = make_engine(models, block_size=geometry.block_size, chunk_tokens=geometry.chunk_tokens)
     recorder = Recorder(bench)
-    execution = bench.engine.submit(request("r", token_ids, plan, receiver), recorder)
+    wanted = request("r", token_ids, plan, receiver, sampling=sampling or greedy())
+    execution = bench.engine.submit(wanted, recorder)
     layout = bench.engine.layout(receiver)
     for arrival in arrivals(plan, execution, held, layout, random.Random(seed)):
         bench.engine.arrived("r", arrival)
@@ -312,9 +317,13 @@ def check_shape(make_engine: MakeEngine, arch: str, name: str) -> None:
     """One plan shape in every geometry."""
     tally = Tally()
     for seed, geometry in enumerate(GEOMETRIES):
-        held = contexts(arch, geometry.total, seed)
-        run_case(make_engine, family(arch), held, SHAPES[name](geometry), geometry, tally, seed)
+        run_tiny(make_engine, arch, name, geometry, tally, seed)
     tally.close()
+
+
+def run_tiny(make_engine: MakeEngine, arch: str, name: str, geometry: Geometry, tally: Tally, seed: int) -> None:
+    held, tokens = contexts(arch, geometry.total, seed), prompt(geometry.total, seed)
+    run_case(make_engine, family(arch), tokens, held, SHAPES[name](geometry), geometry, tally, seed=seed)
 
 
 def check_engine(make_engine: MakeEngine, arch: str) -> None:

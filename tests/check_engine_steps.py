@@ -155,17 +155,14 @@ def check_arrival_order(
 
 
 def check_repeated_data(make_engine: MakeEngine, arch: str, plan: ReusePlan) -> None:
-    """Every arrival comes again later, after its rows were recomputed: nothing changes."""
+    """Everything that came comes again after every step, while its chunk is computed and later: nothing changes."""
     run = Run(make_engine, arch)
     data = run.data("r", run.submit("r", plan))
-    for arrival in data:
-        run.feed("r", [arrival])
-        for _ in range(3):
-            run.bench.step()
-        run.feed("r", [arrival])
-    for arrival in data:
-        run.feed("r", [arrival])
+    for count in range(1, len(data) + 1):
+        run.feed("r", data[:count])
         run.bench.step()
+    while run.bench.step():
+        run.feed("r", data)
     run_until_idle(run.bench)
     run.feed("r", data)
     run_until_idle(run.bench)

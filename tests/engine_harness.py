@@ -119,27 +119,32 @@ def computed(start: int, stop: int) -> Segment:
     return Segment(start, stop)
 
 
-def exact(start: int, stop: int, *nodes: str) -> Segment:
+def exact(start: int, stop: int, *nodes: str, num_layers: int = NUM_LAYERS) -> Segment:
     """All layers pulled, split evenly over ``nodes``."""
-    edges = [NUM_LAYERS * index // len(nodes) for index in range(len(nodes) + 1)]
+    edges = [num_layers * index // len(nodes) for index in range(len(nodes) + 1)]
     sources = tuple(source(*edges[index : index + 2], node) for index, node in enumerate(nodes))
     return Segment(start, stop, sources, start, kind=PlanKind.EXACT)
 
 
 def partial(
-    start: int, stop: int, group: tuple[int, int], node: str, e_node: str = "", kind: PlanKind = PlanKind.PARTIAL
+    start: int,
+    stop: int,
+    group: tuple[int, int],
+    node: str,
+    e_node: str = "",
+    kind: PlanKind = PlanKind.PARTIAL,
+    num_layers: int = NUM_LAYERS,
 ) -> Segment:
     """KV outside of ``group`` from ``node``, hidden states entering it from ``e_node`` (or ``node``)."""
     first, last = group
-    sources = [source(low, high, node) for low, high in ((0, first), (last, NUM_LAYERS)) if low < high]
+    sources = [source(low, high, node) for low, high in ((0, first), (last, num_layers)) if low < high]
     e = {"e_layer": first, "e_holder": holder(e_node or node)} if first else {}
     return Segment(start, stop, tuple(sources), start, recompute=LayerGroup(first, last), kind=kind, **e)
 
 
-def token_wise(start: int, stop: int, rows: Sequence[int], node: str) -> Segment:
-    return Segment(
-        start, stop, (source(0, NUM_LAYERS, node),), start, recompute=TokenRows(tuple(rows)), kind=PlanKind.TOKEN_WISE
-    )
+def token_wise(start: int, stop: int, rows: Sequence[int], node: str, num_layers: int = NUM_LAYERS) -> Segment:
+    sources = (source(0, num_layers, node),)
+    return Segment(start, stop, sources, start, recompute=TokenRows(tuple(rows)), kind=PlanKind.TOKEN_WISE)
 
 
 def plan_of(*segments: Segment) -> ReusePlan:
@@ -184,7 +189,7 @@ def arrivals(
         for index, layer in execution.pull_pairs(number):
             chunk = execution.chunks[index]
             edges = {chunk.start, chunk.stop}
-            edges |= {edge for edge in range(chunk.start, chunk.stop, layout.block_size) if shuffle.random() < 0.4}
+            edges |= {edge for edge in range(chunk.start, chunk.stop, layout.block_size) if shuffle.random() < 0.5}
             cuts = sorted(edges)
             if layer == E_LAYER:
                 assert segment.e_holder is not None
@@ -194,6 +199,8 @@ def arrivals(
                 pack = functools.partial(kv_bytes, held[nodes[layer]], layer)
             parts = [(low, pack(low, high, layout)) for low, high in itertools.pairwise(cuts)]
             shuffle.shuffle(parts)
+            if len(parts) > 1 and parts[0][0] == chunk.start:
+                parts.reverse()
             made.append(Arrival(index, layer, tuple(parts)))
     return sorted(made, key=lambda arrival: (arrival.layer, arrival.chunk))
 
