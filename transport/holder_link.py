@@ -1,14 +1,15 @@
 """A consumer's link to one holder: the DEALER socket, the streams that listen on it, the data-plane peer.
 
 Kept per holder address and reused by all requests. Loss of the holder (killed: reset connection; frozen: ZMTP heartbeats
-unanswered) reaches every open stream as ``StreamLost``; the next request makes a new link, so a replaced holder just works.
+unanswered) reaches every open stream as ``StreamLost`` and closes the link with all that belongs to it, as the holder may never
+come back, or under another address; the next request makes a new link, so a replaced holder just works.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import structlog
@@ -16,7 +17,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from kvkin.kv.errors import ProtocolError
+from kvkin.kv.errors import ProtocolError, SourceLost
 from kvkin.transport.codec import encode, holder_to_consumer
 from kvkin.transport.data_plane import Peer
 from kvkin.transport.memory import KVMemory
@@ -28,8 +29,12 @@ log = structlog.get_logger()
 class HolderLink:
     """Link to the holder ``node`` at ``address``. ``lost`` is set for good when the connection breaks."""
 
-    def __init__(self, node: str, address: str, context: zmq.asyncio.Context) -> None:
+    def __init__(
+        self, node: str, address: str, context: zmq.asyncio.Context, on_lost: Callable[[HolderLink], None]
+    ) -> None:
+        """``on_lost`` is called once, when the connection breaks: whoever owns the link closes it then."""
         self.node, self.address, self.lost = node, address, False
+        self._on_lost = on_lost
         self._codec = holder_to_consumer()
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
@@ -61,6 +66,8 @@ class HolderLink:
     async def peer(self, opened: StreamOpened, memory: KVMemory, *, deadline_s: float) -> Peer:
         """The data-plane connection to the holder's incarnation, made once. Raises SourceError."""
         async with self._connecting:
+            if self.lost:  # a connection made now would be nobody's to close
+                raise SourceLost(f"{self.node}: the connection broke")
             peer = self._peers.get(opened.incarnation)
             if peer is None:
                 peer = await memory.transport.connect(opened.address, memory.region, deadline_s=deadline_s)
@@ -78,10 +85,12 @@ class HolderLink:
         for task in list(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        for peer in self._peers.values():
-            await peer.close()
-        self._peers.clear()
+        async with self._connecting:
+            for peer in self._peers.values():
+                await peer.close()
+            self._peers.clear()
         self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=0)
 
     async def _listen(self) -> None:
@@ -106,30 +115,34 @@ class HolderLink:
             self.lost = True
             for stream_id, inbox in self._inboxes.items():
                 inbox.put_nowait(StreamLost(stream_id, "source_lost", why))
+            self._on_lost(self)
 
 
 class HolderLinks:
-    """All links of one node, by holder name and address; lost ones are replaced on the next use."""
+    """All links of one node, by holder name and address; lost ones are closed at once and replaced on the next use."""
 
     def __init__(self, context: zmq.asyncio.Context) -> None:
         self._context = context
         self._links: dict[tuple[str, str], HolderLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
+    def __len__(self) -> int:
+        return len(self._links)
+
     def get(self, node: str, address: str) -> HolderLink:
         link = self._links.get((node, address))
-        if link is not None and link.lost:
-            self._retire(link)
-            link = None
         if link is None:
-            link = self._links[node, address] = HolderLink(node, address, self._context)
+            link = self._links[node, address] = HolderLink(node, address, self._context, self._retire)
         return link
 
     def _retire(self, link: HolderLink) -> None:
-        task = asyncio.ensure_future(link.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        if self._links.get((link.node, link.address)) is link:
+            del self._links[link.node, link.address]
+            task = asyncio.ensure_future(link.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        await asyncio.gather(*(link.close() for link in self._links.values()), *self._closing)
+        links = list(self._links.values())
         self._links.clear()
+        await asyncio.gather(*(link.close() for link in links), *self._closing)

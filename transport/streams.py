@@ -287,6 +287,9 @@ class LayerStream:
 
     def _last_word(self, opened: StreamOpened, inbox: asyncio.Queue[HolderToConsumer]) -> None:
         """Give the lease back without waiting: the data is ours by our own clock; a mismatch is logged loudly."""
+        if self.link.lost:
+            self.link.unsubscribe(self.request.stream_id)
+            return
         self.link.post(CloseStream(self.request.stream_id, opened.generation))
 
         async def listen() -> None:
