@@ -39,6 +39,9 @@ from kvkin.transport.stream_messages import (
 
 log = structlog.get_logger()
 
+# Longest that a consumer may wait for an order, whatever it asks for (s).
+MAX_WAIT_S = 3600.0
+
 Key = tuple[str, str, int]
 Outgoing = tuple[bytes, HolderToConsumer]
 
@@ -154,7 +157,9 @@ class StreamServer:
 
     def _may_open(self, message: OpenStream, peer: bytes, now: float, until: float | None = None) -> bool:
         """Whether to answer now; otherwise the stream was put aside to wait for its order."""
-        until = now + message.wait_s if until is None else until
+        if until is None:
+            # not a number is no wait either: it would never be over
+            until = now + (min(message.wait_s, MAX_WAIT_S) if message.wait_s > 0 else 0.0)
         if not message.order_id or until <= now or self._find(message) is not None:
             return True
         self._waiting.append(_Waiting(peer, message, until))
