@@ -194,7 +194,9 @@ class Models(msgspec.Struct, frozen=True, tag="model_list"):
 
 
 class NodeLoad(msgspec.Struct, frozen=True):
-    """A node's measured state, sent with each heartbeat. Rates are moving averages (0: not measured yet)."""
+    """A node's measured state, sent with each heartbeat. Rates are moving averages (0: not measured yet).
+
+    ``pulled_bytes`` is what completed pulls of KV and E have brought since the node started, counted by the data plane."""
 
     running: int = 0
     waiting: int = 0
@@ -210,6 +212,7 @@ class NodeLoad(msgspec.Struct, frozen=True):
     fallbacks: int = 0
     finished: int = 0
     failed: int = 0
+    pulled_bytes: int = 0
 
 
 class NodeStatus(msgspec.Struct, frozen=True):

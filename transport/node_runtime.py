@@ -151,6 +151,7 @@ class NodeRuntime:
             e_slots_total=store.e_pool.num_slots,
             leases=len(self.server.leases),
             quarantined_bytes=self.transport.quarantined_bytes,
+            pulled_bytes=self.transport.pulled_bytes,
         )
 
     async def serve(self, stop: asyncio.Event) -> None:
