@@ -99,6 +99,7 @@ class Desk:
         self.max_loss = _max_loss(request)
         self.only_exact = request.reuse is Reuse.EXACT
         self.ready_s: dict[str, float] = {}
+        self._late_s = math.inf if request.deadline_s is None else request.deadline_s
 
     # --- extensions --------------------------------------------------------------------------------------------------
 
@@ -180,15 +181,13 @@ class Desk:
         start, layers = candidate.stop * self.size, self.facts.num_layers
         suffix = prefill_work(self.request.num_tokens - start, start, layers, self.settings)
         ttft_s = first_token_s(work, suffix, receiver.rate, receiver.queue_s, layers)
-        node_s = (work.recompute + suffix) / receiver.rate + work.order_s
-        candidate.ttft_s, candidate.objective = ttft_s, ttft_s + policy.beta * node_s
-        rank = candidate.objective + receiver.penalty_s + _WIRE * work.pull_s
+        objective = ttft_s + policy.beta * ((work.recompute + suffix) / receiver.rate + work.order_s)
+        rank = objective + receiver.penalty_s + _WIRE * work.pull_s
         if not candidate.exact:
-            rank += candidate.objective * policy.exact_preference
-        deadline_s = self.request.deadline_s
-        if deadline_s is not None and ttft_s > deadline_s:
-            rank += _LATE * (ttft_s - deadline_s)
-        candidate.rank = rank
+            rank += objective * policy.exact_preference
+        if ttft_s > self._late_s:
+            rank += _LATE * (ttft_s - self._late_s)
+        candidate.ttft_s, candidate.objective, candidate.rank = ttft_s, objective, rank
         return candidate
 
     def estimate(self, candidate: Candidate) -> Estimate:
@@ -213,13 +212,14 @@ class Desk:
     def _group(self, base: Candidate, run: Run, node: str) -> tuple[Option | None, float]:
         """The cheapest allowed recompute group for a run and its seconds per block: the recompute's or the pull's."""
         best, best_s = None, math.inf
-        loss, max_loss = base.loss + run.provenance.loss, self.max_loss
+        spent, max_loss = base.loss + run.provenance.loss, self.max_loss
         receiver = base.receiver
         block_s = receiver.block_s
         byte_s = 0.0 if node == receiver.name else 1.0 / receiver.bytes_per_s(node, self)
-        for option in self.facts.groups_for(run.provenance.lineage_id, run.kv_layers, run.e_layers):
-            if loss + option.loss <= max_loss:
-                seconds = max(option.recomputed_layers * block_s, byte_s * option.kv_block_bytes)
+        groups = self.facts.groups_for(run.provenance.lineage_id, run.kv_layers, run.e_layers)
+        for option, loss, layers, kv_bytes in groups:
+            if spent + loss <= max_loss:
+                seconds = max(layers * block_s, byte_s * kv_bytes)
                 if seconds < best_s:
                     best, best_s = option, seconds
         return best, best_s

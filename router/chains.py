@@ -13,6 +13,8 @@ import msgspec
 
 from kvkin.kv.provenance import Provenance
 
+_REMEMBERED_MATCHES = 32  # per path
+
 Layers = tuple[int, tuple[int, ...]]  # (kv_layers, e_layers)
 
 
@@ -72,18 +74,25 @@ class Path:
     ``kv_layers`` and ``e_layers`` are those of all its blocks so far. One object stands for all blocks that it reaches.
     """
 
-    __slots__ = ("before", "chain", "e_layers", "kv_layers", "prev", "start")
+    __slots__ = ("_matches", "before", "chain", "e_layers", "kv_layers", "prev", "start")
 
     def __init__(self, chain: Chain, start: int, layers: Layers, prev: Path | None) -> None:
         self.chain, self.start, self.prev = chain, start, prev
         self.kv_layers, self.e_layers = layers
         self.before: tuple[Run, ...] = () if prev is None else prev.runs(start)
+        self._matches: dict[int, Match] = {}
 
     def runs(self, stop: int) -> tuple[Run, ...]:
         return (*self.before, Run(self.chain.provenance, self.start, stop, self.kv_layers, self.e_layers))
 
     def match(self, stop: int) -> Match:
-        return Match(self.chain.node, self.runs(stop))
+        """The match that ends there; popular ones are made once."""
+        found = self._matches.get(stop)
+        if found is None:
+            if len(self._matches) >= _REMEMBERED_MATCHES:
+                self._matches.clear()
+            found = self._matches[stop] = Match(self.chain.node, self.runs(stop))
+        return found
 
 
 class State:

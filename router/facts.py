@@ -43,6 +43,10 @@ class Option:
         self.e_block_bytes = 0 if self.e_layer is None else layout.e_block_bytes
 
 
+# (option, loss, recomputed layers, bytes of KV pulled per block): what is compared first, without a look at the option itself
+Priced = tuple[Option, float, int, int]
+
+
 class Facts:
     """A receiver: its lineage, and by sender lineage id how deep both agree and which groups are allowed.
 
@@ -66,7 +70,7 @@ class Facts:
         }
         groups = {key: self._groups(names, family) for key, names in family.models_of.items()}
         self.groups = {key: found for key, found in groups.items() if found and key != self.lineage_id}
-        self._groups_for: dict[tuple[bytes, int, tuple[int, ...]], tuple[Option, ...]] = {}
+        self._groups_for: dict[tuple[bytes, int, tuple[int, ...]], tuple[Priced, ...]] = {}
         self.exact_senders = frozenset(key for key, depth in self.shared.items() if depth > 0)
         self.senders = self.exact_senders.union(self.groups)
         # share of the layers that this model computes when the base model's KV is there
@@ -80,13 +84,13 @@ class Facts:
         limit = min(depth, kv_layers, self.num_layers - 1)
         return self.from_layer.get(max((layer for layer in e_layers if layer <= limit), default=0))
 
-    def groups_for(self, lineage_id: bytes, kv_layers: int, e_layers: tuple[int, ...]) -> tuple[Option, ...]:
+    def groups_for(self, lineage_id: bytes, kv_layers: int, e_layers: tuple[int, ...]) -> tuple[Priced, ...]:
         """The recompute groups for which a sender's blocks with these layers have all that is pulled."""
         key = (lineage_id, kv_layers, e_layers)
         found = self._groups_for.get(key)
         if found is None:
             found = tuple(
-                option
+                (option, option.loss, option.recomputed_layers, option.kv_block_bytes)
                 for option in self.groups.get(lineage_id, ())
                 if kv_layers >= option.needed_layers and (option.e_layer is None or option.e_layer in e_layers)
             )

@@ -230,38 +230,33 @@ def _check(holdings: Holdings) -> None:
 
 
 def _maximal(reached: Mapping[BlockHash, State], hashes: Sequence[BlockHash], depth: int) -> list[tuple[Path, int]]:
-    """The paths through the first ``depth`` blocks that end, or lose layers, and the block after their last one."""
+    """The paths through the first ``depth`` blocks that end, or lose layers, and the block after their last one.
+
+    Found by bisection. States are interned: if two blocks have the same one, no path of it ends in between, and all that begin
+    and end in between branched from one of those; such branches are never reported, whether the bisection saw them or not.
+    """
     last = reached[hashes[depth - 1]]
     ends = dict.fromkeys(last.paths, depth)
-    _find_ends(reached, hashes, 0, reached[hashes[0]], depth - 1, last, ends)
-    # whatever the bisection happened to see of them: of branches that end before what they branched from, none
-    return [(path, stop) for path, stop in ends.items() if not _outlived(path, stop, ends)]
-
-
-def _find_ends(
-    reached: Mapping[BlockHash, State],
-    hashes: Sequence[BlockHash],
-    low: int,
-    before: State,
-    high: int,
-    after: State,
-    ends: dict[Path, int],
-) -> None:
-    """Find by bisection where paths end between the blocks ``low`` and ``high``, whose states are given.
-
-    States are interned. If both are the same one, no path that reaches ``low`` ends in between, and all that begin and end in
-    between branched from one of those.
-    """
-    if before is after:
-        return
-    if high - low > 1:
-        middle = (low + high) // 2
-        state = reached[hashes[middle]]
-        _find_ends(reached, hashes, low, before, middle, state, ends)
-        _find_ends(reached, hashes, middle, state, high, after, ends)
-        return
-    continued = {path.prev for path in after.paths if path.start == high}.union(after.paths)
-    ends.update((path, high) for path in before.paths if path not in continued)
+    branched: set[Path] = set()  # those that end where another one branches from them: its beginning
+    pending = [(0, reached[hashes[0]], depth - 1, last)]
+    while pending:
+        low, before, high, after = pending.pop()
+        while before is not after and high - low > 1:
+            middle = (low + high) // 2
+            state = reached[hashes[middle]]
+            if state is before:
+                low = middle
+            else:
+                if state is not after:
+                    pending.append((middle, state, high, after))
+                high, after = middle, state
+        if before is not after:
+            origins = {path.prev for path in after.paths if path.start == high}
+            for path in set(before.paths).difference(after.paths):
+                ends[path] = high
+                if path in origins:
+                    branched.add(path)
+    return [(path, stop) for path, stop in ends.items() if path not in branched and not _outlived(path, stop, ends)]
 
 
 def _outlived(path: Path, stop: int, ends: Mapping[Path, int]) -> bool:

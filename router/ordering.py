@@ -61,6 +61,10 @@ def order_for(desk: Desk, family: FamilyView, base: Sequence[Match], best: Candi
         return None
     node, held, order_s, ready_s = pool
     saving_s = fan_out * _saving_s(desk, family, best.receiver, blocks) if fan_out >= desk.policy.min_fan_out else 0.0
+    # what the base model's own request computes it publishes itself
+    worth_it = facts.lineage_id != facts.base_lineage and saving_s > desk.policy.beta * order_s
+    if not worth_it and ready_s > desk.policy.live_margin * best.ttft_s:
+        return None
     provenance = exact_provenance(facts.base_lineage)
     run = Run(provenance, held, blocks, facts.num_layers, family.transition_layers, request.order_id)
     before = () if not held else (msgspec.structs.replace(run, start_block=0, stop_block=held, order_id=""),)
@@ -74,8 +78,6 @@ def order_for(desk: Desk, family: FamilyView, base: Sequence[Match], best: Candi
         e_layers=family.transition_layers,
         background=True,
     )
-    # what the base model's own request computes it publishes itself
-    worth_it = facts.lineage_id != facts.base_lineage and saving_s > desk.policy.beta * order_s
     return Ordering(order, Match(node.name, (*before, run)), order_s, ready_s, saving_s, worth_it)
 
 

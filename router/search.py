@@ -11,7 +11,7 @@ from kvkin.router.candidates import Candidate, Desk, Receiver, shortlist
 from kvkin.router.chains import Match
 from kvkin.router.ordering import Ordering, live_ready_s
 
-_MAX_PARTIAL = 3  # matches whose recompute groups are priced exactly: the most promising
+_MAX_PARTIAL = 2  # matches whose recompute groups are priced exactly: the most promising
 _MAX_CHAINS = 3  # matches of one lineage that are tried: the longest, and shorter ones with more layers
 
 
@@ -28,7 +28,8 @@ class Search:
         self._own: list[Match] = []
         self._foreign: list[Match] = []
         self._bases: list[Candidate] = []
-        self._shortlist: list[Match] | None = None
+        self._reach = 0  # of the longest of other models' matches
+        self._shortlists: dict[str, list[Match]] = {}
         self._sort(matches)
 
     def _sort(self, matches: Sequence[Match]) -> None:
@@ -49,6 +50,7 @@ class Search:
                 self.held[name] = max(self.held.get(name, 0), min(last.stop_block, desk.max_blocks))
             elif lineage_id in senders:
                 self._foreign.append(match)
+                self._reach = max(self._reach, last.stop_block)
                 self.sharing.add(name)
             else:
                 continue
@@ -58,13 +60,18 @@ class Search:
     def best(self) -> Candidate:
         return min(self.weighed, key=rank_of)
 
+    def _short(self, name: str, matches: Sequence[Match]) -> list[Match]:
+        found = self._shortlists.get(name)
+        if found is None:
+            found = self._shortlists[name] = shortlist(matches, self.desk, _MAX_CHAINS)
+        return found
+
     def _foreign_for(self, name: str) -> Sequence[Match]:
         """Other models' matches that are worth a try on a node: its own ones, and the best of each lineage."""
-        if self._shortlist is None:
-            self._shortlist = shortlist(self._foreign, self.desk, _MAX_CHAINS)
+        found = self._short("foreign", self._foreign)
         if name not in self.sharing:
-            return self._shortlist
-        return [*self.local[name], *(match for match in self._shortlist if match.node != name)]
+            return found
+        return [*self.local[name], *(match for match in found if match.node != name)]
 
     def on(self, receiver: Receiver) -> None:
         """Weigh what the receiver could do: its own lineage first, then other models' blocks behind that."""
@@ -76,6 +83,8 @@ class Search:
         self._bases.append(exact)
         if exact.stop == desk.max_blocks and all(leg.node == receiver.name for leg in exact.legs):
             return  # everything is here already, and exact: nothing can be better on this receiver
+        if self._reach <= exact.stop:
+            return
         foreign = self._foreign_for(receiver.name)
         best = exact
         for base in (exact, *tainted):
@@ -111,24 +120,29 @@ class Search:
 
     def _own_blocks(self, nothing: Candidate, local: Sequence[Match]) -> tuple[Candidate, list[Candidate]]:
         """The best candidate of exact blocks of the receiver's lineage, and the best with tainted ones if that is longer."""
-        exact, tainted = nothing, list[Candidate]()
-        name, own_id = nothing.receiver.name, self.desk.facts.lineage_id
-        here = [match for match in local if match.runs[0].provenance.lineage_id == own_id]
-        for match in (*here, *(match for match in shortlist(self._own, self.desk, _MAX_CHAINS) if match.node != name)):
-            if match.node != name and match.runs[-1].stop_block <= exact.stop:
-                continue
-            found = self.desk.with_own(nothing, match)
+        desk, exact, tainted = self.desk, nothing, list[Candidate]()
+        name, own_id = nothing.receiver.name, desk.facts.lineage_id
+
+        def take(match: Match) -> None:
+            nonlocal exact
+            found = desk.with_own(nothing, match)
             if exact is not nothing:
                 # what is here already need not be pulled with the rest
-                found += self.desk.with_own(exact, match)
+                found += desk.with_own(exact, match)
             for candidate in found:
                 self.weighed.append(candidate)
                 if not candidate.exact:
                     tainted.append(candidate)
                 elif candidate.rank <= exact.rank:
                     exact = candidate
-            if exact.stop == self.desk.max_blocks and match.node == name:
-                break
+
+        for match in local:
+            if match.runs[0].provenance.lineage_id == own_id:
+                take(match)
+        if exact.stop < desk.max_blocks:
+            for match in self._short("own", self._own):
+                if match.node != name and match.runs[-1].stop_block > exact.stop:
+                    take(match)
         longest = min(tainted, key=rank_of, default=None)
         return exact, [longest] if longest is not None and longest.stop > exact.stop else []
 

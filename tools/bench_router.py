@@ -211,7 +211,7 @@ class DecisionBench:
         plans: dict[str, str] = {}
         churned = 0
         gc.collect()
-        gc.freeze()  # as the router does with what it has loaded: the collector must not walk the index again and again
+        gc.freeze()  # a full collection walks the whole index: rare, and not what is measured here
         for number in range(repeats):
             for case in CASES:
                 prompts = self._prompts[case]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterable, Sequence
 
 import pytest
@@ -180,11 +181,13 @@ class IndexMachine(RuleBasedStateMachine):
     def remove_held(self, node: str, data: st.DataObject) -> None:
         held = sorted((block, key) for holder, block, key in self.facts if holder == node)
         if held:
-            block, key = data.draw(st.sampled_from(held))
-            number = next(index for index, one in enumerate(PROVENANCES) if one.key == key)
-            self.index.apply_delta(node, Holdings("i", 1, PROVENANCES, removed=((block, number),)))
-            del self.facts[node, block, key]
-            self._forget_evicted()
+            self.forget(node, *data.draw(st.sampled_from(held)))
+
+    def forget(self, node: str, block: bytes, key: bytes) -> None:
+        number = next(index for index, one in enumerate(PROVENANCES) if one.key == key)
+        self.index.apply_delta(node, Holdings("i", 1, PROVENANCES, removed=((block, number),)))
+        del self.facts[node, block, key]
+        self._forget_evicted()
 
     def _delta(self, node: str, added: list[Holding], removed: list[Holding]) -> None:
         pairs = tuple((one.block, one.provenance) for one in removed)
@@ -241,9 +244,36 @@ class SmallIndexMachine(IndexMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestIndex.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
 TestSmallIndex = SmallIndexMachine.TestCase
-TestSmallIndex.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestSmallIndex.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(36))
+def test_long_histories(seed: int) -> None:
+    """What the machines above seldom reach: many chains of one prompt tree, with gaps and evictions."""
+    choice = random.Random(seed)
+    machine = (IndexMachine, SmallIndexMachine)[seed % 2]()
+    layers = ((), (1,), (1, 2))
+
+    def block() -> tuple[bytes, list[int], int, int, tuple[int, ...]]:
+        number = choice.randrange(len(PROVENANCES))
+        return ROOTS[0], choice.choice(PROMPTS), number, choice.choice([2, 4]), choice.choice(layers)
+
+    for _ in range(25):
+        node, kind = choice.choice(NODES), choice.random()
+        if kind < 0.5:
+            machine.chain(node, ROOTS[0], choice.choice(PROMPTS), choice.randrange(-1, 3), choice.choice(layers))
+        elif kind < 0.75:
+            added = [block() for _ in range(choice.randrange(5))]
+            machine.blocks(node, added, [block() for _ in range(choice.randrange(3))], False)
+        elif kind < 0.95 and machine.facts:
+            machine.forget(*choice.choice(sorted(machine.facts)))
+        else:
+            machine.drop(node)
+        machine.matches_are_those_of_the_model()
+        machine.nothing_useless_is_kept()
+    machine.teardown()
 
 
 def prompt_of(*blocks: int) -> list[int]:
