@@ -30,7 +30,7 @@ import zmq
 import zmq.asyncio
 
 from kvkin.kv import errors
-from kvkin.kv.errors import ConfigError, KvkinError, NodeUnavailable, ProtocolError
+from kvkin.kv.errors import ConfigError, InvalidRequest, KvkinError, NodeUnavailable, ProtocolError
 from kvkin.transport.codec import client_replies, encode
 from kvkin.transport.messages import (
     Accepted,
@@ -184,6 +184,9 @@ class AsyncClient:
             self._heard_at = asyncio.get_running_loop().time()  # silence counts while somebody waits
         try:
             await self._send(message)
+        except OverflowError as error:
+            del self._waiting[message.id]
+            raise InvalidRequest(f"a number of the request, such as one of token_ids, is too large: {error}") from None
         except BaseException:
             del self._waiting[message.id]
             raise

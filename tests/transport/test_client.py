@@ -84,6 +84,7 @@ async def test_many_requests_at_once_keep_apart(router: RouterNode, client: Asyn
         ({"model": "base"}, errors.InvalidRequest),
         ({"model": "base", "token_ids": [5] * 500}, errors.PromptTooLong),
         ({"model": "base", "token_ids": [99999]}, errors.InvalidRequest),
+        ({"model": "base", "token_ids": [2**70]}, errors.InvalidRequest),
         ({"model": "tuned", "prompt": "x"}, errors.NodeUnavailable),
     ],
 )
