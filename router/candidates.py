@@ -199,15 +199,21 @@ class Desk:
     def _allows(self, loss: float) -> bool:
         return not self.only_exact and loss <= self.max_loss
 
-    def promise(self, base: Candidate, match: Match) -> float:
-        """Roughly the seconds that ``base`` takes if it is continued with a match under recompute groups; infinite if it cannot."""
-        for run in match.runs:
-            stop = min(run.stop_block, self.max_blocks)
-            if stop > base.stop:
-                option, seconds = self._group(base, run, match.node)
-                computed = (self.max_blocks - stop) * self.facts.num_layers * base.receiver.block_s
-                return math.inf if option is None else (stop - base.stop) * seconds + computed
-        return math.inf
+    def most_promising(self, base: Candidate, matches: Sequence[Match], most: int) -> list[Match]:
+        """The matches that continue ``base`` best under recompute groups, by a rough estimate that is cheap to make."""
+        found: list[tuple[float, int, Match]] = []
+        after, last, group = base.stop, self.max_blocks, self._group
+        computed_s = self.facts.num_layers * base.receiver.block_s
+        for number, match in enumerate(matches):
+            for run in match.runs:
+                if run.stop_block > after:
+                    option, seconds = group(base, run, match.node)
+                    if option is not None:
+                        stop = min(run.stop_block, last)
+                        found.append(((stop - after) * seconds + (last - stop) * computed_s, number, match))
+                    break
+        found.sort()
+        return [match for _, _, match in found[:most]]
 
     def _group(self, base: Candidate, run: Run, node: str) -> tuple[Option | None, float]:
         """The cheapest allowed recompute group for a run and its seconds per block: the recompute's or the pull's."""
@@ -292,20 +298,17 @@ def _added(loss: float, before: float, option: Option) -> float:
 def shortlist(matches: Sequence[Match], desk: Desk, most: int) -> list[Match]:
     """Of matches that offer the same the one from whose node the fewest streams pull; the ``most`` longest of each lineage."""
     best: dict[tuple[object, ...], Match] = {}
-    for match in matches:
-        last = match.runs[-1]
-        stop = min(last.stop_block, desk.max_blocks)
-        key = (last.provenance.key, len(match.runs), stop, last.kv_layers, last.e_layers, last.order_id != "")
-        known = best.get(key)
-        if known is None or desk.nodes[match.node].rates.leases < desk.nodes[known.node].rates.leases:
-            best[key] = match
-    if len(best) <= most:
-        return list(best.values())
     counts: dict[bytes, int] = {}
-    found = []
-    for match in best.values():
-        lineage_id = match.runs[0].provenance.lineage_id
-        counts[lineage_id] = counts.get(lineage_id, 0) + 1
-        if counts[lineage_id] <= most:
-            found.append(match)
-    return found
+    last, nodes = desk.max_blocks, desk.nodes
+    for match in matches:
+        run = match.runs[-1]
+        key = (run.provenance.key, min(run.stop_block, last), run.e_layers, run.kv_layers, run.order_id != "")
+        known = best.get(key)
+        if known is None:
+            lineage_id = run.provenance.lineage_id
+            count = counts.get(lineage_id, 0)
+            if count < most:
+                best[key], counts[lineage_id] = match, count + 1
+        elif nodes[match.node].rates.leases < nodes[known.node].rates.leases:
+            best[key] = match
+    return list(best.values())

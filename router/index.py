@@ -174,6 +174,8 @@ class PrefixIndex:
         """Number of leading blocks that some chain reaches: by bisection, for with a block all before it are reached."""
         reached = self._tree.reached
         low, high = 0, len(hashes)
+        if hashes[-1] in reached:  # a full hit is common
+            return high
         while low < high:
             middle = (low + high + 1) // 2
             if hashes[middle - 1] in reached:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import msgspec
@@ -147,22 +146,16 @@ class Search:
         return exact, [longest] if longest is not None and longest.stop > exact.stop else []
 
     def _best_longer(self, base: Candidate, matches: Sequence[Match]) -> Candidate | None:
-        if base.stop >= self.desk.max_blocks:
+        desk, facts = self.desk, self.desk.facts
+        if base.stop >= desk.max_blocks:
             return None
         found: list[Candidate] = []
-        promising: list[tuple[float, int, Match]] = []
-        for number, match in enumerate(matches):
-            if match.runs[-1].stop_block <= base.stop:
-                continue
-            if match.runs[0].provenance.lineage_id in self.desk.facts.groups:
-                promise = self.desk.promise(base, match)
-                if promise < math.inf:
-                    promising.append((promise, number, match))
-            if match.runs[0].provenance.lineage_id in self.desk.facts.exact_senders:
+        for match in matches if base.exact else ():
+            if match.runs[0].provenance.lineage_id in facts.exact_senders and match.runs[-1].stop_block > base.stop:
                 found += self._exactly(base, match)
-        promising.sort()
-        for _, _, match in promising[:_MAX_PARTIAL]:
-            found += self.desk.with_partial(base, match)
+        if not desk.only_exact and facts.groups:
+            for match in desk.most_promising(base, matches, _MAX_PARTIAL):
+                found += desk.with_partial(base, match)
         self.weighed += found
         return min(found, key=rank_of, default=None)
 
