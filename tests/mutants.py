@@ -6,6 +6,7 @@ of what is read and written and in which order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ Check = Callable[[], None]
 MUTANTS: dict[str, tuple[Callable[[Patch], None], Check]] = {}
 
 
+@functools.cache
 def shapes(arch: str, *names: str) -> Check:
     """The contract's comparison for some plan shapes in two geometries (a one-token suffix; one block a chunk)."""
 

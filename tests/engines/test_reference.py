@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from check_engine import SHAPES, check_shape
+from check_engine import GEOMETRIES, SHAPES, check_shape
 from engine_harness import VARIANTS
 from reference_bench import make_reference
 from tiny_models import ARCHITECTURES
@@ -12,7 +12,8 @@ from tiny_models import ARCHITECTURES
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_plan_shape(arch: str, shape: str) -> None:
-    check_shape(make_reference, arch, shape)
+    # the geometry is the executor's business, not the architecture's: two of them see every one
+    check_shape(make_reference, arch, shape, GEOMETRIES if arch in ("llama", "mistral") else GEOMETRIES[:2])
 
 
 @pytest.mark.parametrize("shape", ["private", "partial_middle", "agent_turn"])

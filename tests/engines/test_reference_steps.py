@@ -22,7 +22,7 @@ from engine_harness import (
     run_until_idle,
     token_wise,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_bench import make_reference
 from tiny_models import make_tiny_tokenizer
@@ -49,7 +49,7 @@ def test_a_group_from_layer_zero_starts_without_data() -> None:
     steps.check_starts_without_data(make_reference, "qwen3")
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(st.data())
 def test_any_order_of_arrivals(data: st.DataObject) -> None:
     steps.check_arrival_order(

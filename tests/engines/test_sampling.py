@@ -67,7 +67,7 @@ def test_frequencies(options: dict[str, float]) -> None:
     assert (np.abs(shares - wanted) <= 5 * np.sqrt(wanted * (1 - wanted) / 3000) + 3 / 3000).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LOGITS, st.floats(0.1, 3), st.integers(0, VOCAB + 3), st.floats(0.05, 1), st.integers(0, 2**63))
 def test_only_possible_tokens_are_drawn(
     logits: list[float], temperature: float, top_k: int, top_p: float, seed: int

@@ -179,7 +179,7 @@ class Driver:
         return True
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(CASES, st.booleans(), st.data())
 def test_every_unit_runs_once_and_only_when_it_may(
     case: tuple[int, ReusePlan, int], want_logits: bool, data: st.DataObject
@@ -197,7 +197,7 @@ def test_every_unit_runs_once_and_only_when_it_may(
     assert driver.execution.state is State.FINISHED
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(CASES, st.booleans(), st.data())
 def test_failure_and_cancel_in_every_state(case: tuple[int, ReusePlan, int], cancel: bool, data: st.DataObject) -> None:
     """One GiveUp, then silence: late arrivals, the running unit's end and further failures are ignored."""

@@ -193,7 +193,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestStore.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 # --- single facts --------------------------------------------------------------------------------------------------------
