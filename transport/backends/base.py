@@ -57,61 +57,75 @@ class PullTransfer:
     def __init__(
         self, owner: TransportBase, num_bytes: int, deadline_s: float, abort: Callable[[PullTransfer], None]
     ) -> None:
-        loop = asyncio.get_running_loop()
         self.num_bytes = num_bytes
         self.failed = False
+        self.decided = False
+        """Whether ``wait`` would return or raise at once."""
         self.on_settled: Callable[[PullTransfer], object] | None = None
         self._owner, self._abort, self._deadline_s = owner, abort, deadline_s
-        self._outcome: asyncio.Future[None] = loop.create_future()
-        self._settled: asyncio.Future[None] = loop.create_future()
-        self._timer = loop.call_later(deadline_s, self._timed_out)
-
-    @property
-    def decided(self) -> bool:
-        """Whether ``wait`` would return or raise at once."""
-        return self._outcome.done()
+        self._loop = asyncio.get_running_loop()
+        self._error: KvkinError | None = None
+        self._is_settled = False
+        # one future for each one who waits: a caller that gives up waiting cancels its own and nobody else's
+        self._deciding: list[asyncio.Future[None]] = []
+        self._settling: list[asyncio.Future[None]] = []
+        self._timer = self._loop.call_later(deadline_s, self._timed_out)
 
     @property
     def settled(self) -> asyncio.Future[None]:
-        """Shielded: a caller that gives up waiting must not cancel what the backend still has to report."""
-        return asyncio.shield(self._settled)
+        future = self._loop.create_future()
+        if self._is_settled:
+            future.set_result(None)
+        else:
+            self._settling.append(future)
+        return future
 
     async def wait(self) -> None:
-        try:
-            await asyncio.shield(self._outcome)
-        except asyncio.CancelledError:
-            self._give_up(Cancelled("the pull was abandoned"))
-            raise
+        if self.decided:
+            # whoever pulls in a loop must let other tasks run in between
+            await asyncio.sleep(0)
+        else:
+            future = self._loop.create_future()
+            self._deciding.append(future)
+            try:
+                await future
+            except asyncio.CancelledError:
+                self._give_up(Cancelled("the pull was abandoned"))
+                raise
+        if self._error is not None:
+            raise self._error
 
     def complete(self) -> None:
         """All bytes are there. Comes too late after a failure: then it only ends the quarantine."""
         if not self.decided:
             self._owner.pulled_bytes += self.num_bytes
-            self._timer.cancel()
-            self._outcome.set_result(None)
+            self._decide(None)
         self.settle()
 
     def fail(self, error: KvkinError, *, settled: bool) -> None:
         """The backend lost it. ``settled`` False leaves the destination quarantined until :meth:`settle`."""
         if not self.decided:
-            self._timer.cancel()
             self.failed = True
-            if not self._settled.done():
+            if not self._is_settled:
                 self._owner.quarantined_bytes += self.num_bytes
-            self._outcome.set_exception(error)
-            # whoever abandoned the pull never asks: without this the loop would complain about an unseen exception
-            self._outcome.exception()
+            self._decide(error)
         if settled:
             self.settle()
 
     def settle(self) -> None:
         """No more byte can land. Idempotent."""
-        if not self._settled.done():
-            self._settled.set_result(None)
+        if not self._is_settled:
+            self._is_settled = True
             if self.failed:
                 self._owner.quarantined_bytes -= self.num_bytes
             if self.on_settled is not None:
                 self.on_settled(self)
+            _wake(self._settling)
+
+    def _decide(self, error: KvkinError | None) -> None:
+        self.decided, self._error = True, error
+        self._timer.cancel()
+        _wake(self._deciding)
 
     def _timed_out(self) -> None:
         self._give_up(SourceTimeout(f"{self.num_bytes} bytes did not arrive within {self._deadline_s:g} s"))
@@ -120,6 +134,13 @@ class PullTransfer:
         if not self.decided:
             self.fail(error, settled=False)
             self._abort(self)
+
+
+def _wake(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
+    futures.clear()
 
 
 def check_copies(copies: Sequence[Copy], remote_bytes: int, local_bytes: int) -> list[Copy]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from kvkin.kv.errors import KvkinError, SourceLost, SourceRefused
 from kvkin.transport.backends import tcp_wire as wire
 from kvkin.transport.backends.base import PullTransfer, call_on_loop
-from kvkin.transport.backends.tcp_server import GATHER, receive_exactly
+from kvkin.transport.backends.tcp_server import receive_exactly, receive_some
 from kvkin.transport.data_plane import Copy
 
 AHEAD_BYTES = 32 << 10
@@ -168,17 +168,7 @@ class Link:
     def _receive_into(self, views: list[memoryview]) -> None:
         first = 0
         while first < len(views):
-            if len(views) - first == 1:
-                received = self._sock.recv_into(views[first])
-            else:
-                received = self._sock.recvmsg_into(views[first : first + GATHER])[0]
-            if received == 0:
-                raise SourceLost("the peer closed the connection")
-            while first < len(views) and received >= len(views[first]):
-                received -= len(views[first])
-                first += 1
-            if received:
-                views[first] = views[first][received:]
+            first = receive_some(self._sock, views, first)
             if not self._incoming.empty() and self._ahead_bytes < AHEAD_BYTES:
                 self._peek_ahead()
 

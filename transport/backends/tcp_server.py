@@ -25,6 +25,8 @@ STALL_S = 30.0
 """A consumer that takes no byte for so long is cut off (it may be frozen: then it would hold its thread for ever)."""
 GATHER = 64
 """Pieces of memory in one system call."""
+SLICE_BYTES = 256 << 10
+"""Bytes in one system call. Measured: a fifth faster on loopback than handing the kernel 16 MiB at once, on both sides."""
 
 SO_MAX_PACING_RATE = 47  # Linux, <asm-generic/socket.h>: Python's socket module does not name it
 
@@ -161,9 +163,34 @@ def send_all(sock: socket.socket, views: list[memoryview]) -> None:
     """Send every view, gathered into few system calls and without a copy."""
     first = 0
     while first < len(views):
-        sent = sock.sendmsg(views[first : first + GATHER])
+        batch, size = [], 0
+        for view in views[first : first + GATHER]:
+            batch.append(view[: SLICE_BYTES - size])
+            size += len(batch[-1])
+            if size == SLICE_BYTES:
+                break
+        sent = sock.sendmsg(batch)
         while first < len(views) and sent >= len(views[first]):
             sent -= len(views[first])
             first += 1
         if sent:
             views[first] = views[first][sent:]
+
+
+def receive_some(sock: socket.socket, views: list[memoryview], first: int) -> int:
+    """Receive into ``views[first:]`` what is there; cuts the view it ended in. Returns the first unfilled index.
+
+    Raises ConnectionError where the other side ended the connection.
+    """
+    if len(views) - first == 1 or len(views[first]) >= SLICE_BYTES:
+        received = sock.recv_into(views[first][:SLICE_BYTES])
+    else:
+        received = sock.recvmsg_into(views[first : first + GATHER])[0]
+    if received == 0:
+        raise ConnectionError("closed by the other side")
+    while first < len(views) and received >= len(views[first]):
+        received -= len(views[first])
+        first += 1
+    if received:
+        views[first] = views[first][received:]
+    return first

@@ -201,8 +201,7 @@ class UcxPeer:
             return
         if not job.pieces:
             self._own.popleft()
-            # not at once: whoever pulls in a loop must let other tasks run in between
-            self._loop.call_soon(job.transfer.complete)
+            job.transfer.complete()
         if self._own:
             self._loop.call_soon(self._post)
 

@@ -27,9 +27,9 @@ from kvkin.transport.backends.base import PullTransfer, call_on_loop, join_threa
 from kvkin.transport.backends.nixl import NixlAgent
 from kvkin.transport.data_plane import Copy
 
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 16 << 20
 PIECE_COPIES = 64
-"""A pull is posted in pieces of this size, about a millisecond of copying on shared memory: what bounds the time until a
+"""A pull is posted in pieces of this size, one or two milliseconds of copying on shared memory: what bounds the time until a
 cancel, a deadline or whatever else the loop has to do is seen."""
 LEARN_BYTES = 64 << 10
 """A post of at least so much tells whether the link is shared memory."""
