@@ -19,6 +19,8 @@ PYTHON ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Processes that run tests at once.
 JOBS ?= 2
+# Compute threads of processes that share cores must not wait for each other in busy loops (tools/cluster_processes.py).
+export GOMP_SPINCOUNT ?= 1000
 
 .PHONY: help install demo test test-slow check clean distclean
 
@@ -61,7 +63,7 @@ demo: $(STAMP)
 	@$(BIN)/kvkin demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n $(JOBS) -m 'not slow and not gpu'
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup -m 'not slow and not gpu'
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m 'slow and not gpu'

@@ -37,6 +37,9 @@ CLOSE_S = 15.0
 # Wait before a dead node is started again: doubled with every death, forgotten once it served for a while.
 RESTART_FIRST_S, RESTART_MAX_S, RESTART_FORGET_S = 1.0, 30.0, 60.0
 LOG_TAIL_LINES = 15
+# Compute threads that wait for each other in a busy loop keep the threads they wait for from running where several processes
+# share the cores: a prefill then takes ten times as long. So they spin for microseconds only. The user's own setting wins.
+SHARED_CORES = {"GOMP_SPINCOUNT": "1000"}
 
 
 class NodeState(enum.StrEnum):
@@ -152,7 +155,7 @@ class ClusterProcesses:
         node.log_path.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "kvkin.tools.cli", "--log-level", self._log_level, node.role]
         command += ["--config", str(self._file), "--node", node.name, "--ready-file", str(node.ready_path)]
-        environment = os.environ | self._environment | {LIFELINE_VARIABLE: str(self._lifeline[0])}
+        environment = SHARED_CORES | os.environ | self._environment | {LIFELINE_VARIABLE: str(self._lifeline[0])}
         # a restarted node goes on in the same log, what led to its death stays readable
         with node.log_path.open("ab" if node.deaths else "wb") as log:
             node.process = subprocess.Popen(
@@ -199,6 +202,12 @@ class ClusterProcesses:
                 self._launch(node)
                 started.append(node)
         return started
+
+    def restart(self, name: str) -> None:
+        """Start a dead node again now; ``check`` says when it serves."""
+        node = self.nodes[name]
+        assert node.state is NodeState.DIED, f"{name} is {node.state}"
+        self._launch(node)
 
     # --- stopping ----------------------------------------------------------------------------------------------------
 
