@@ -49,6 +49,9 @@ from kvkin.transport.router_link import RouterLink
 
 log = structlog.get_logger()
 
+MIN_RATED_BYTES = 4 << 20
+"""Pulls of at least so much tell the link's rate."""
+
 
 @dataclass
 class Running:
@@ -265,8 +268,8 @@ class DecodeNode:
             self._compute_rate = _average(self._compute_rate, counters.computed_layer_tokens / seconds)
         pulled = sum(sources.total_bytes for sources in running.sources)
         pull_s = max((sources.pull_seconds for sources in running.sources), default=0.0)
-        # a pull that waits for a live prefill or a busy engine says nothing about the link: only the best rates count
-        if pulled and pull_s > 0:
+        # a small pull is all latency, one that waits for a live prefill says nothing about the link: large and best ones count
+        if pulled >= MIN_RATED_BYTES and pull_s > 0:
             self._pull_rate = max(0.9 * self._pull_rate, pulled / pull_s)
 
     # --- from the engine's sink (already on the loop) --------------------------------------------------------------------

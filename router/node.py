@@ -6,6 +6,7 @@ Started by ``kvkin router`` (``serve_router``) and by tests (``async with Router
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import secrets
 import signal
@@ -231,4 +232,7 @@ async def run_router(settings: RouterSettings, on_ready: Callable[[RouterNode], 
 
 def serve_router(settings: RouterSettings, on_ready: Callable[[RouterNode], None] | None = None) -> None:
     """``run_router`` in an event loop of its own; what ``kvkin router`` runs. Raises ConfigError."""
+    # the index is a large tree without cycles: full collections over it would stop decisions for tenths of a second
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 1000)
     uvloop.run(run_router(settings, on_ready))
