@@ -155,7 +155,7 @@ class ClusterProcesses:
         node.log_path.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "kvkin.tools.cli", "--log-level", self._log_level, node.role]
         command += ["--config", str(self._file), "--node", node.name, "--ready-file", str(node.ready_path)]
-        environment = SHARED_CORES | os.environ | self._environment | {LIFELINE_VARIABLE: str(self._lifeline[0])}
+        environment = {**SHARED_CORES, **os.environ, **self._environment, LIFELINE_VARIABLE: str(self._lifeline[0])}
         # a restarted node goes on in the same log, what led to its death stays readable
         with node.log_path.open("ab" if node.deaths else "wb") as log:
             node.process = subprocess.Popen(

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvkin.tools.cluster_processes import NodeProcess, NodeState
-from kvkin.transport.messages import NodeLoad, NodeStatus, StatusReply
+from kvkin.transport.messages import NodeStatus, StatusReply
 
 _STYLES = {
     "alive": "green",
@@ -79,7 +79,19 @@ def _nodes_table(known: Mapping[str, NodeStatus], processes: Mapping[str, NodePr
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("node", "role", "state"):
         table.add_column(column, no_wrap=True)
-    for column in ("run", "wait", "KV", "E", "blocks", "leases", "done", "failed", "fallbacks", "tok/s", "pull MB/s"):
+    for column in (
+        "run",
+        "wait",
+        "KV",
+        "E",
+        "blocks",
+        "leases",
+        "done",
+        "failed",
+        "fallbacks",
+        "layer tok/s",
+        "pull MB/s",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("models", overflow="fold")
     for name in dict.fromkeys([*processes, *known]):
@@ -114,14 +126,10 @@ def _load_cells(node: NodeStatus) -> list[str]:
         str(load.finished),
         str(load.failed),
         str(load.fallbacks) if node.role == "decode" else "",
-        _tokens_per_s(load),
+        # a model of L layers prefills an L-th of it in tokens
+        f"{load.prefill_layer_tokens_per_s:,.0f}" if load.prefill_layer_tokens_per_s else "",
         f"{load.pull_bytes_per_s / 1e6:,.0f}" if load.pull_bytes_per_s else "",
     ]
-
-
-def _tokens_per_s(load: NodeLoad) -> str:
-    """Layer-tokens a second, as measured: a model of L layers prefills a L-th of it in tokens."""
-    return f"{load.prefill_layer_tokens_per_s:,.0f}/L" if load.prefill_layer_tokens_per_s else ""
 
 
 def _share(used: int, total: int) -> str:

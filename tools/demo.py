@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -25,7 +26,7 @@ from kvkin.configs.families import ResolvedCluster, resolve_cluster
 from kvkin.configs.loader import load_cluster, show_cluster
 from kvkin.configs.schema import ClusterConfig, FamilyConfig, local_path
 from kvkin.kv.errors import ConfigError
-from kvkin.tools.cluster_processes import ClusterProcesses, NodeProcess, NodeState, free_ports
+from kvkin.tools.cluster_processes import SHARED_CORES, ClusterProcesses, NodeProcess, NodeState, free_ports
 from kvkin.tools.demo_view import record_view, summary, table
 from kvkin.tools.demo_workload import Names, Record, Step, run_workload, workload
 from kvkin.tools.local import status_until
@@ -154,6 +155,7 @@ async def _run_reference(spec_file: Path, out_file: Path, count: int, say: Calla
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
+        env={**SHARED_CORES, **os.environ},
     )
     assert child.stdout is not None
     assert child.stderr is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from pathlib import Path
 
@@ -33,17 +34,21 @@ def record_view(number: int, record: Record) -> RenderableType:
 
 
 def table(records: list[Record]) -> Table:
+    models = [record.step.model for record in records]
+    # members of a family share most of their names
+    prefix = os.path.commonprefix(models) if len(set(models)) > 1 else ""
+    prefix = prefix[: prefix.rfind("-") + 1]
     shown = Table(title="\nWhat each request did", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in ("request", "model", "plan", "quality", "source"):
+    for column in ("request", f"{prefix}…" if prefix else "model", "plan", "quality", "source"):
         shown.add_column(column, no_wrap=True)
-    for column in ("context", "reused", "layers", "pulled", "first token", "private", "ratio"):
+    for column in ("context", "reused", "layers", "pulled", "first token", "privately", "ratio"):
         shown.add_column(column, justify="right", no_wrap=True)
-    shown.add_column("as reference", no_wrap=True)
+    shown.add_column("reference", no_wrap=True)
     for record in records:
         report = record.answer.report
         shown.add_row(
             record.step.name,
-            record.step.model,
+            record.step.model.removeprefix(prefix),
             Text(report.kind.value, style=KIND_STYLES[report.kind]),
             report.quality.value,
             ", ".join(report.sources),

@@ -69,6 +69,7 @@ class Up:
                 return EXIT_INTERRUPTED
             starting.result()
             screen.say("all nodes serve; Ctrl-C drains and stops them")
+            screen.note = "Ctrl-C drains and stops the cluster"
             try:
                 return await self._watch(config, cluster, screen, signals)
             finally:
