@@ -20,7 +20,7 @@ from kvkin.transport.backends import nixl as nixl_layer
 from kvkin.transport.backends import ucx
 from kvkin.transport.backends.base import check_copies
 from kvkin.transport.backends.ucx import UcxMetadata, UcxTransport
-from kvkin.transport.backends.ucx_worker import PIECE_BYTES, PIECE_COPIES, make_pieces
+from kvkin.transport.backends.ucx_link import PIECE_BYTES, PIECE_COPIES, make_pieces
 from kvkin.transport.data_plane import Copy, RegionAddress
 
 EXCEPTIONS = [value for value in vars(nixl).values() if isinstance(value, type) and issubclass(value, Exception)]

@@ -63,18 +63,22 @@ def local_errors(doing: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _loopback_devices(only: bool) -> Iterator[None]:
-    # UCX listens on every interface and reads its choice from the environment when a context is made. The plugin's
-    # own device option names devices as lo:1, which UCX does not find. A setting of the operator wins.
-    if not only or "UCX_NET_DEVICES" in os.environ:
-        yield
-        return
+def _ucx_environment(loopback_only: bool) -> Iterator[None]:
+    """UCX reads its settings from the environment when a context is made. A setting of the operator wins."""
+    # Two-sided shared memory is never chosen for links that must notice a dead peer, but each context would make its
+    # files in /dev/shm, which a process that is killed at that moment leaves behind.
+    ours = {"UCX_TLS": "^posix,sysv"}
+    if loopback_only:
+        # UCX listens on every interface; the plugin's own device option says lo:1, which UCX does not find
+        ours["UCX_NET_DEVICES"] = "lo"
     with _environment:
-        os.environ["UCX_NET_DEVICES"] = "lo"
+        added = {name: value for name, value in ours.items() if name not in os.environ}
+        os.environ.update(added)
         try:
             yield
         finally:
-            del os.environ["UCX_NET_DEVICES"]
+            for name in added:
+                del os.environ[name]
 
 
 class NixlAgent:
@@ -88,7 +92,7 @@ class NixlAgent:
         config = nixl.nixlAgentConfig()
         config.useProgThread = progress
         config.pthrDelay = PROGRESS_WAKEUP_US
-        with local_errors("start the UCX backend of NIXL"), _loopback_devices(loopback_only):
+        with local_errors("start the UCX backend of NIXL"), _ucx_environment(loopback_only):
             self._agent = nixl.nixlAgent(name, config)
             self._agent.createBackend("UCX", {})
         self.name = name
