@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from kvkin import __version__
 from kvkin.kv.errors import ConfigError, KvkinError
 from kvkin.tools.lifeline import LIFELINE_VARIABLE, watch_parent
+from kvkin.tools.shared_cores import spin_briefly
 
 if TYPE_CHECKING:
     from kvkin.tools.logs import Level
@@ -124,6 +125,7 @@ EXAMPLES = (
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point. Returns the exit code and never raises for what a user can do."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    spin_briefly()
     try:
         return _dispatch(arguments)
     except KeyboardInterrupt:

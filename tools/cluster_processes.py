@@ -30,6 +30,7 @@ from kvkin.configs.convert import child_key, suggest
 from kvkin.configs.schema import ClusterConfig, NodeConfig, RouterNode
 from kvkin.kv.errors import ConfigError, NodeUnavailable
 from kvkin.tools.lifeline import LIFELINE_VARIABLE
+from kvkin.tools.shared_cores import SHARED_CORES
 
 POLL_S = 0.05
 # What a worker gets to close its sockets and memory once it was told to stop.
@@ -37,9 +38,6 @@ CLOSE_S = 15.0
 # Wait before a dead node is started again: doubled with every death, forgotten once it served for a while.
 RESTART_FIRST_S, RESTART_MAX_S, RESTART_FORGET_S = 1.0, 30.0, 60.0
 LOG_TAIL_LINES = 15
-# Compute threads that wait for each other in a busy loop keep the threads they wait for from running where several processes
-# share the cores: a prefill then takes ten times as long. So they spin for microseconds only. The user's own setting wins.
-SHARED_CORES = {"GOMP_SPINCOUNT": "1000"}
 
 
 class NodeState(enum.StrEnum):

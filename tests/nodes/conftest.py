@@ -13,7 +13,7 @@ from tiny_models import make_tiny
 
 @pytest.fixture(scope="module")
 def members(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Member]:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("models")
     paths = {
         name: make_tiny("llama", root / name, seed=seed, num_layers=LAYERS) for name, seed in (("base", 1), ("tune", 2))
