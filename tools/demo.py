@@ -26,13 +26,14 @@ from kvkin.configs.families import ResolvedCluster, resolve_cluster
 from kvkin.configs.loader import load_cluster, show_cluster
 from kvkin.configs.schema import ClusterConfig, FamilyConfig, local_path
 from kvkin.kv.errors import ConfigError
-from kvkin.tools.cluster_processes import SHARED_CORES, ClusterProcesses, NodeProcess, NodeState, free_ports
+from kvkin.tools.cluster_processes import ClusterProcesses, NodeProcess, NodeState, free_ports
 from kvkin.tools.demo_view import record_view, summary, table
 from kvkin.tools.demo_workload import Names, Record, Step, run_workload, workload
 from kvkin.tools.local import status_until
 from kvkin.tools.memory import PeakMemory
 from kvkin.tools.prepare import prepare_missing
 from kvkin.tools.router_address import DEFAULT_CONFIG
+from kvkin.tools.shared_cores import SHARED_CORES
 from kvkin.transport.client import AsyncClient
 
 EXIT_FAILED = 1
