@@ -60,7 +60,9 @@ def save_adapter(model: Any, out: Path, *, base_name: str) -> None:
         name: tensor.detach().to(torch.bfloat16).contiguous()
         for name, tensor in get_peft_model_state_dict(model).items()
     }
-    save_file(tensors, str(out / "adapter_model.safetensors"), metadata={"format": "pt"})
+    weights = out / "adapter_model.safetensors"
+    save_file(tensors, str(weights), metadata={"format": "pt"})
+    weights.chmod(0o644)  # safetensors makes it private
     config = model.peft_config["default"].to_dict()
     config |= {"base_model_name_or_path": base_name, "inference_mode": True}
     config["target_modules"] = sorted(config["target_modules"])
