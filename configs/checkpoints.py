@@ -2,7 +2,7 @@
 
 :func:`read_model` turns a folder (and a LoRA adapter) into a :class:`ModelIdentity`: geometry, lineage, tokenizer, template
 and limits. Weights are read once, as a stream, and their digests cached, so a node's next start costs some headers.
-Called by ``configs.families`` in every process that must know what a model is. Implements DESIGN.md section 4.
+Called by ``configs.families`` in every process that must know what a model is. Implements docs/design.md section 4.
 """
 
 from __future__ import annotations

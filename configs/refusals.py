@@ -1,4 +1,4 @@
-"""Checkpoints whose KV depends on more than a lineage covers, refused by name (DESIGN.md section 4).
+"""Checkpoints whose KV depends on more than a lineage covers, refused by name (docs/design.md section 4).
 
 Each would give wrong answers without an error: a key that changes with the length of the context, state that is not KV at
 all, or layers that share KV. Called by ``configs.architectures`` on every config.json.

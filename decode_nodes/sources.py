@@ -1,7 +1,7 @@
 """Pulling a plan's segments: own blocks out of the node's arena, other nodes' through layer streams into scratch slots.
 
 One ``PlanSources`` per executing plan. Failures are reported once, through ``on_failure``; scratch slots go back only when no
-transfer can write to them any more (DESIGN.md section 8, quarantine).
+transfer can write to them any more (docs/design.md section 8, quarantine).
 """
 
 from __future__ import annotations

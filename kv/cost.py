@@ -1,4 +1,4 @@
-"""The cost model (DESIGN.md section 5): what a plan costs in time to first token and in node-seconds.
+"""The cost model (docs/design.md section 5): what a plan costs in time to first token and in node-seconds.
 
 Pure arithmetic over measured rates. The policy compares plans with it, the simulator replays traces on it, and nodes may use
 :func:`prefill_work` to measure their rate in the same unit. Seconds, bytes and layer-tokens (one token through one layer).

@@ -1,4 +1,4 @@
-"""PlanExecution: how one reuse plan is carried out, as a pure state machine (DESIGN.md section 5, DroidSpeak section 4).
+"""PlanExecution: how one reuse plan is carried out, as a pure state machine (docs/design.md section 5, DroidSpeak section 4).
 
 The prompt is cut into chunks. Work is a *unit*: the rows of one chunk through one layer. A unit may run when the hidden states
 entering its layer are there (embedded, pulled as E, or left by the unit one layer below) and every earlier chunk has its KV

@@ -1,4 +1,4 @@
-"""Block hashes: which tokens a block of KV stands for (DESIGN.md section 4).
+"""Block hashes: which tokens a block of KV stands for (docs/design.md section 4).
 
 A block's hash chains over all tokens before it, so equal hashes mean equal prefixes. Keyed BLAKE2b-128, every field
 length-prefixed and domain-tagged; the same on every process, host and Python version. The router and every node call this.

@@ -1,7 +1,7 @@
 """Lineage: a digest of exactly those weights and settings that determine the KV (or the E cache) of one layer.
 
 ``configs.checkpoints`` streams the tensors and calls :func:`fold_lineage`; two models share the KV of layer i exactly where
-``kv[i]`` is equal, whatever their names are (DESIGN.md section 4). Lineages are chains: once they differ, all later ones do.
+``kv[i]`` is equal, whatever their names are (docs/design.md section 4). Lineages are chains: once they differ, all later ones do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Segments and reuse plans (DESIGN.md section 5): the language of policy, wire, executor, cost model and index.
+"""Segments and reuse plans (docs/design.md section 5): the language of policy, wire, executor, cost model and index.
 
 A plan covers the whole prompt with consecutive segments. The router makes it, ``PlanExecution`` runs it, the reuse report
 is told in it.

@@ -1,4 +1,4 @@
-"""Provenance: how a concrete block came to be (DESIGN.md section 4).
+"""Provenance: how a concrete block came to be (docs/design.md section 4).
 
 A block computed or pulled as exact, after only exact blocks, has its model's lineage. Everything after the first approximate
 block is tainted: suffix, generated tokens, later turns. The router never offers a tainted block as exact.

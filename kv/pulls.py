@@ -1,4 +1,4 @@
-"""PullScheduler: which pull comes next (DESIGN.md section 5, "order of pulls"). Pure; one per layer stream.
+"""PullScheduler: which pull comes next (docs/design.md section 5, "order of pulls"). Pure; one per layer stream.
 
 Most urgent first: all chunks' E, then KV by layer, then by chunk, and only what is *ready*. A stored context is ready at
 once; a live prefill announces ``LayerReady``. A window bounds what is in flight, so that an urgent item never waits behind

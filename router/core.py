@@ -1,4 +1,4 @@
-"""RouterCore: everything a router decides, as a pure state machine (DESIGN.md sections 2 and 10).
+"""RouterCore: everything a router decides, as a pure state machine (docs/design.md sections 2 and 10).
 
 ``handle(event, now)`` returns instructions; ``node.py`` carries them out and feeds back what happens. The core reads no clock,
 touches no socket and never raises for what a client or a node sent. This module knows what arrives; ``serving.py`` what becomes

@@ -1,6 +1,6 @@
 """How many requests of a family share a prefix: decayed counts at sampled lengths, bounded, clock passed in.
 
-Part of the prefix index; the policy weighs with it whether a cold prefix is worth a shared prefill (DESIGN.md section 5).
+Part of the prefix index; the policy weighs with it whether a cold prefix is worth a shared prefill (docs/design.md section 5).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prefix index: which node holds which block under which provenance (DESIGN.md sections 2 and 4).
+"""Prefix index: which node holds which block under which provenance (docs/design.md sections 2 and 4).
 
 Soft state of one router process, fed by the nodes' holdings and by its own prefill orders; pure, bounded, single-threaded.
 Each block knows which chains reach it without a gap (router/block_tree.py, router/chains.py), so a look-up finds the depth by

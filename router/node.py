@@ -1,4 +1,4 @@
-"""The router process: sockets, threads, timers and signals around ``RouterCore`` (DESIGN.md section 2).
+"""The router process: sockets, threads, timers and signals around ``RouterCore`` (docs/design.md section 2).
 
 Started by ``kvkin router`` (``serve_router``) and by tests (``async with RouterNode(settings)``). Nothing is decided here.
 """

@@ -1,7 +1,7 @@
 """Whether a cold prefix is worth a prefill by the family's prefill nodes, and which node should do it. Pure; part of the policy.
 
 The order pays if later requests are expected (the client's hint, or how many requests of other models shared the prefix lately)
-or if pulling while it is computed answers this request sooner (DESIGN.md section 5).
+or if pulling while it is computed answers this request sooner (docs/design.md section 5).
 """
 
 from __future__ import annotations

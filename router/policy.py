@@ -1,4 +1,4 @@
-"""Chooses node and reuse plan of a request: pure, called once a request by the router process (DESIGN.md section 5).
+"""Chooses node and reuse plan of a request: pure, called once a request by the router process (docs/design.md section 5).
 
 Every decode node of the model that is worth a look gets candidates: nothing reused, its own blocks, others' exact blocks, other
 models' blocks under a recompute group, and combinations of them. The best by time to first token and node-seconds wins, exact

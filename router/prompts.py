@@ -1,4 +1,4 @@
-"""Prompts: chat messages or text to token ids and block hashes, paying only for what is new (DESIGN.md section 6).
+"""Prompts: chat messages or text to token ids and block hashes, paying only for what is new (docs/design.md section 6).
 
 Called by ``front.py`` on the router's worker threads, never on its event loop. No torch, no transformers.
 

@@ -1,4 +1,4 @@
-"""The engine contract, part one: every plan shape computes what the oracle says (DESIGN.md section 7).
+"""The engine contract, part one: every plan shape computes what the oracle says (docs/design.md section 7).
 
 ``check_engine(make_engine, arch)`` runs it for any engine. KV and logits are compared first (largest difference at most 1e-4 of the
 scale, float32), then greedy tokens: one may differ only where the oracle's two best logits are closer than 1e-3, and at most one

@@ -1,4 +1,4 @@
-"""The independent oracle: what a reuse plan means by its definition in DESIGN.md section 5, computed by brute force.
+"""The independent oracle: what a reuse plan means by its definition in docs/design.md section 5, computed by brute force.
 
 It calls unmodified transformers models and decoder layers over a plain ``DynamicCache`` and never imports ``kvkin.engines``;
 of kvkin it only reads plans. A computed segment is one forward of the whole model over the cache of everything before it. A

@@ -1,4 +1,4 @@
-"""The KV data plane's contract: a transport moves bytes between registered memory regions (DESIGN.md section 8).
+"""The KV data plane's contract: a transport moves bytes between registered memory regions (docs/design.md section 8).
 
 Backends: ``ucx`` (NIXL over UCX, one-sided READ), ``tcp`` (plain sockets), ``inproc`` (tests). All pass
 ``tests/check_transport.py``. Layer streams (``streams.py``) decide what is pulled when; leases are theirs, too.

@@ -1,4 +1,4 @@
-"""Leases: until when a consumer may read which blocks. Pure, clock passed in; the holder's side of DESIGN.md section 8.
+"""Leases: until when a consumer may read which blocks. Pure, clock passed in; the holder's side of docs/design.md section 8.
 
 A lease belongs to one (stream, consumer, rank), pins its blocks by reference, and ends by release, by expiry plus grace, or with
 the holder. Releasing validates the generation: a block that was recycled under a lease is a bug that must show.

@@ -1,7 +1,7 @@
 """Node messages: what prefill and decode nodes and the router say to each other.
 
 Every node keeps one DEALER socket per router. It registers, sends a snapshot of what it holds, then ordered deltas numbered
-per (incarnation, router) and heartbeats; the router orders prefills and executions (DESIGN.md section 2).
+per (incarnation, router) and heartbeats; the router orders prefills and executions (docs/design.md section 2).
 """
 
 from __future__ import annotations

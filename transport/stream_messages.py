@@ -1,7 +1,7 @@
 """Stream messages: a consumer asks a holder for the KV of some blocks; the data itself goes over the data plane.
 
 The holder answers with a lease and slots; for a prefill that still runs it announces each layer of each chunk when its data
-is visible. Leases are per (request, consumer, rank) and name the holder's incarnation (DESIGN.md section 8).
+is visible. Leases are per (request, consumer, rank) and name the holder's incarnation (docs/design.md section 8).
 """
 
 from __future__ import annotations

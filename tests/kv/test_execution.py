@@ -44,7 +44,7 @@ class Part:
 
 @dataclass
 class Naive:
-    """What may run, by the words of DESIGN.md section 5, on sets of facts."""
+    """What may run, by the words of docs/design.md section 5, on sets of facts."""
 
     num_layers: int
     parts: list[Part]

@@ -1,4 +1,4 @@
-"""The property of DESIGN.md section 4: equal (block hash, provenance) means equal KV, and exact means that of a private prefill.
+"""The property of docs/design.md section 4: equal (block hash, provenance) means equal KV, and exact means that of a private prefill.
 
 KV is symbolic here: a digest of everything that it was computed from, so that two contents are equal exactly if they came to be in
 the same way. Blocks hold one token. Random turns of random models over random plans publish into an index; every publication
