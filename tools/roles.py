@@ -8,6 +8,7 @@ no torch and no weights, so engines and nodes are imported by the workers only.
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -194,4 +195,6 @@ def serve_worker(config: ClusterConfig, name: str, ready_file: Path | None) -> i
 
     uvloop.run(serve())
     log.info("stopped", node=name)
+    # the collector's last look at all that torch and transformers consist of takes a second of CPU, for nothing
+    gc.freeze()
     return 0
