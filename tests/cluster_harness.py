@@ -22,7 +22,7 @@ from tiny_cluster import BASE, FULL, UPPER, make_family
 
 from kvkin.configs.loader import load_cluster
 from kvkin.tools.cluster_processes import ClusterProcesses, NodeState, check_ports, free_ports
-from kvkin.transport.client import Client
+from kvkin.transport.client import Client, SyncStream
 from kvkin.transport.messages import Finished, NodeLoad, NodeStatus, Sampling, StatusReply
 
 BLOCK = 16
@@ -129,6 +129,10 @@ class LiveCluster:
             psutil.Process(self.pid(name)).resume()
         self._frozen.clear()
 
+    def dead(self) -> list[str]:
+        self.processes.check()
+        return [name for name, node in self.processes.nodes.items() if node.state is NodeState.DIED]
+
     def restart(self, *names: str) -> None:
         """Start killed nodes again under their names, and return once the router knows them."""
         for name in names:
@@ -207,9 +211,42 @@ class LiveCluster:
         with self.client.stream(FULL, **how):
             self.until(lambda status: status.counters.get("orders", 0) > orders, "order")
 
-    def being_pulled(self) -> None:
-        """Wait until somebody pulls from the prefill node while it computes."""
-        self.until(lambda s: self.load(PREFILL, s).leases and self.load(PREFILL, s).running, "pull of a live order")
+    @contextlib.contextmanager
+    def halfway(self, seed: int, consumers: int = 1) -> Iterator[tuple[tuple[int, ...], list[SyncStream]]]:
+        """A live order with answers that pull from it, and the prefill node frozen for certain in the middle of it.
+
+        Whether it was in the middle is known once it is frozen; a context that was done by then is followed by another one.
+        """
+        how = {"reuse": "exact", "sampling": greedy(4)}
+        for attempt in range(10):
+            ids = prompt(100 * seed + attempt)
+            with contextlib.ExitStack() as stack:
+                # frozen meanwhile, so that it begins when everybody is there
+                self.freeze(PREFILL)
+                self.order(ids)
+                before = self.planned("shared-prefix")
+                streams = [
+                    stack.enter_context(self.client.stream(UPPER, token_ids=ids, **how)) for _ in range(consumers)
+                ]
+                self.until(lambda s, all_=before + consumers: self.planned("shared-prefix", s) >= all_, "plans")
+                self.thaw()
+                self.until(lambda s: not s.counters["orders_open"] or self._pulled_by(consumers, s), "pulls")
+                self.freeze(PREFILL)
+                if self.client.status().running and self.client.status().counters["orders_open"]:
+                    yield ids, streams
+                    return
+                self.thaw()
+                for stream in streams:
+                    stream.finish()
+        raise AssertionError("no order was caught while it ran")
+
+    def planned(self, kind: str, status: StatusReply | None = None) -> int:
+        """How many plans of a kind there were so far."""
+        return (status or self.client.status()).counters.get(f"plan_{kind}", 0)
+
+    def _pulled_by(self, consumers: int, status: StatusReply) -> bool:
+        load = self.load(PREFILL, status)
+        return load.running == 1 and load.leases == consumers
 
 
 def greedy(max_tokens: int) -> Sampling:

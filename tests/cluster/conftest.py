@@ -34,6 +34,7 @@ def unharmed(cluster: LiveCluster) -> Iterator[None]:
     before: dict[str, Used] = cluster.used()
     yield
     cluster.thaw()
+    cluster.restart(*cluster.dead())  # a test that failed must not take the next ones with it
     cluster.until(cluster.all_alive, "living nodes")
     cluster.settled()
     cluster.back_to(before)

@@ -39,18 +39,14 @@ def error_of(stream: SyncStream) -> KvkinError:
 
 def test_prefill_node_killed_while_a_live_order_is_pulled(cluster: LiveCluster) -> None:
     """The consumers compute privately, in bounded time; the replacement under the same name works at once."""
-    ids = prompt(50)
-    expected = cluster.expected(UPPER, ids)
     incarnation = cluster.node(PREFILL).incarnation
     with bystander(cluster, BASE, prompt(51, 60)):
-        cluster.order(ids)
-        with cluster.client.stream(UPPER, token_ids=ids, reuse="exact", sampling=greedy(4)) as stream:
-            cluster.being_pulled()
+        with cluster.halfway(50) as (ids, (stream,)):
             cluster.kill(PREFILL)
             answer = stream.finish()
         assert answer.report.fallback
         assert (answer.report.planned, answer.report.kind) == ("shared-prefix", "private")
-        assert answer.token_ids == expected
+        assert answer.token_ids == cluster.expected(UPPER, ids)
         cluster.restart(PREFILL)
     assert cluster.node(PREFILL).incarnation != incarnation
     assert cluster.settled().counters["fallbacks"] >= 1
@@ -65,7 +61,7 @@ def test_prefill_node_killed_while_a_live_order_is_pulled(cluster: LiveCluster) 
 def test_sender_that_holds_another_agents_context_is_killed(cluster: LiveCluster) -> None:
     """Frozen first, so that the pull that was planned from it has certainly begun when it dies."""
     ids = prompt(53, 600)
-    cluster.ask(BASE, ids)
+    cluster.ask(BASE, ids, reuse="off")  # and so without help of the prefill node
     expected = cluster.expected(FULL, ids)
     with bystander(cluster, UPPER, prompt(54, 60)), contextlib.ExitStack() as stack:
         planned = cluster.client.status().counters.get("plan_partial", 0)
@@ -82,7 +78,7 @@ def test_sender_that_holds_another_agents_context_is_killed(cluster: LiveCluster
     other = prompt(55, 600)
     first = cluster.ask(BASE, ids, reuse="exact")
     assert ON_BASE not in first.report.sources
-    cluster.ask(BASE, other)
+    cluster.ask(BASE, other, reuse="off")  # and so without help of the prefill node
     again = cluster.ask(FULL, other, reuse="any", publish=False)
     assert (again.report.fallback, again.report.sources) == ("", (ON_BASE,))
 
@@ -134,7 +130,7 @@ def _busy(cluster: LiveCluster, name: str, status: object) -> int:
 def test_router_killed_and_restarted(cluster: LiveCluster) -> None:
     """In-flight clients get an answer, nodes come back with what they hold, what nobody listens to is stopped."""
     ids = prompt(58, 600)
-    cluster.ask(BASE, ids)
+    cluster.ask(BASE, ids, reuse="off")  # and so without help of the prefill node
     before = {node.name: (node.incarnation, node.holdings) for node in cluster.settled().nodes}
     with (
         cluster.new_client() as other,
@@ -161,22 +157,17 @@ def test_router_killed_and_restarted(cluster: LiveCluster) -> None:
 
 def test_two_nodes_frozen_at_once(cluster: LiveCluster) -> None:
     """Others answer as ever; what ran on the frozen ones fails in bounded time; thawed, they are members again."""
-    ids = prompt(61)
-    expected = cluster.expected(UPPER, ids)
     with bystander(cluster, FULL, prompt(62, 60)):
-        cluster.order(ids)
         on_frozen = cluster.client.stream(BASE, token_ids=prompt(63, 80), sampling=greedy(1900))
-        consumer = cluster.client.stream(UPPER, token_ids=ids, reuse="exact", sampling=greedy(4))
-        with on_frozen, consumer:
+        with cluster.halfway(61) as (ids, (consumer,)), on_frozen:
             first_token(on_frozen)
-            cluster.being_pulled()
-            cluster.freeze(PREFILL, ON_BASE)
+            cluster.freeze(ON_BASE)
             answer = consumer.finish()
             assert answer.report.fallback
-            assert answer.token_ids == expected
             error = error_of(on_frozen)
             assert isinstance(error, NodeUnavailable)
             assert ON_BASE in str(error)
+        assert answer.token_ids == cluster.expected(UPPER, ids)
         with pytest.raises(NodeUnavailable):
             cluster.ask(BASE, prompt(64, 80))
         status = cluster.client.status()
@@ -188,15 +179,13 @@ def test_two_nodes_frozen_at_once(cluster: LiveCluster) -> None:
 
 
 def test_consumer_killed_while_it_pulls_leaves_no_lease(cluster: LiveCluster) -> None:
-    ids = prompt(65)
     with bystander(cluster, BASE, prompt(51, 60)):
-        cluster.order(ids)
-        with cluster.client.stream(UPPER, token_ids=ids, reuse="exact", sampling=greedy(4)) as stream:
-            cluster.being_pulled()
+        with cluster.halfway(65) as (ids, (stream,)):
             cluster.kill(SPARE)
+            cluster.thaw()
             assert error_of(stream).retryable
-            cluster.until(lambda status: not cluster.load(PREFILL, status).leases, "end of the lease")
-            cluster.restart(SPARE)
+        cluster.until(lambda status: not cluster.load(PREFILL, status).leases, "end of the lease")
+        cluster.restart(SPARE)
     cluster.settled()
     # the order went on: its context is there for the replacement
     answer = cluster.ask(UPPER, ids, reuse="exact", publish=False)

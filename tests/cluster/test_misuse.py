@@ -90,47 +90,35 @@ def test_cancelled_while_prefilling(cluster: LiveCluster) -> None:
 
 
 def test_cancelled_while_pulling_from_a_live_order_that_froze(cluster: LiveCluster) -> None:
-    """One consumer gives up on the frozen prefill node, another one is cancelled by its client; the order then goes on."""
-    ids = prompt(22)
-    expected = cluster.expected(UPPER, ids)
+    """One consumer is cancelled by its client, the other gives up on the frozen node; the order then goes on."""
     with bystander(cluster, BASE, prompt(21, 60)):
-        cluster.order(ids)
-        patient = cluster.client.stream(UPPER, token_ids=ids, reuse="exact", sampling=greedy(4))
-        cancelled = cluster.client.stream(UPPER, token_ids=ids, reuse="exact", sampling=greedy(4))
-        with patient, cancelled:
-            cluster.until(lambda s: cluster.load(PREFILL, s).leases == 2 and cluster.load(PREFILL, s).running, "pulls")
-            cluster.freeze(PREFILL)
+        with cluster.halfway(22, consumers=2) as (ids, (cancelled, patient)):
             cancelled.cancel()
             with pytest.raises(Cancelled):
                 cancelled.finish()
             answer = patient.finish()
-            assert answer.report.fallback
-            assert answer.report.planned == "shared-prefix"
-            assert answer.token_ids == expected
+        assert answer.report.fallback
+        assert (answer.report.planned, answer.report.kind) == ("shared-prefix", "private")
         cluster.thaw()
-    cluster.until(cluster.all_alive, "thawed node")
+        cluster.until(cluster.all_alive, "thawed node")
+    assert answer.token_ids == cluster.expected(UPPER, ids)
     cluster.settled()
-    # what it had begun it ended, or made anew: the next one pulls all of it
+    # what it had begun it ended, or makes anew: the next one pulls all of it
     cluster.order(prompt(23, 320))
     cluster.settled()
     again = cluster.ask(UPPER, prompt(23, 320), reuse="exact")
     assert (again.report.fallback, again.report.sources) == ("", (PREFILL,))
 
 
-def test_cancel_of_one_who_waits_for_an_order_ends_nobody_elses(cluster: LiveCluster) -> None:
-    ids = prompt(24)
-    expected = cluster.expected(UPPER, ids)
-    cluster.order(ids)
-    leaving = cluster.client.stream(UPPER, token_ids=ids, reuse="exact", sampling=greedy(4))
-    staying = cluster.client.stream(UPPER, token_ids=ids, reuse="exact", sampling=greedy(4))
-    with leaving, staying:
-        cluster.until(lambda status: cluster.load(PREFILL, status).leases == 2, "two pulls")
+def test_cancel_of_one_who_pulls_a_live_order_ends_nobody_elses(cluster: LiveCluster) -> None:
+    with cluster.halfway(24, consumers=2) as (ids, (leaving, staying)):
         leaving.cancel()
         with pytest.raises(Cancelled):
             leaving.finish()
+        cluster.thaw()
         answer = staying.finish()
     assert not answer.report.fallback
-    assert answer.token_ids == expected
+    assert answer.token_ids == cluster.expected(UPPER, ids)
     assert answer.report.bytes_pulled > 0
 
 
