@@ -24,6 +24,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 import tyro
+import uvloop
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -36,8 +37,8 @@ ARMS = ("memcpy", "nixl", "ucx", "socket", "tcp")
 RATIOS = (("ucx", "nixl"), ("ucx", "memcpy"), ("tcp", "socket"))
 DEADLINE_S = 60.0
 POLL_S = 50e-6
-BATCH_BYTES = 4 << 20
-"""Small sizes are repeated up to this many bytes (at most 32 times) in one measurement."""
+BATCH_BYTES = 64 << 20
+"""One measurement is the mean of transfers of this many bytes in all (at most 32): a node pulls layer after layer, too."""
 
 Arm = Callable[[int], Awaitable[None]]
 
@@ -79,7 +80,7 @@ class BenchTransport:
         theirs.close()
         try:
             addresses = msgspec.msgpack.decode(ours.recv_bytes(), type=Addresses)
-            seconds = asyncio.run(measure(addresses, sizes, self.repeats))
+            seconds = uvloop.run(measure(addresses, sizes, self.repeats))
         finally:
             ours.close()
             source.join(10)
@@ -113,6 +114,8 @@ async def measure(addresses: Addresses, sizes: list[int], repeats: int) -> Secon
             for turn in range(repeats + 1):
                 # forwards and backwards in turns: no arm always runs after the same neighbour
                 for name in ARMS if turn % 2 else reversed(ARMS):
+                    # not timed: the arm before has put the source to sleep and its own bytes into the caches
+                    await arms[name](size)
                     started = time.perf_counter()
                     for _ in range(count):
                         await arms[name](size)
@@ -192,7 +195,7 @@ def socket_arm(raw: socket.socket, largest: int) -> Arm:
 def serve(pipe: Connection, num_bytes: int) -> None:
     """The source process: serves until the pipe closes."""
     memory = np.arange(num_bytes, dtype=np.uint64).view(np.uint8)[:num_bytes]
-    asyncio.run(_serve(pipe, memory))
+    uvloop.run(_serve(pipe, memory))
 
 
 async def _serve(pipe: Connection, memory: NDArray[np.uint8]) -> None:

@@ -28,7 +28,7 @@ from kvkin.kv.errors import (
 )
 from kvkin.transport.backends import tcp_wire as wire
 from kvkin.transport.backends.base import PullTransfer, TransportBase, check_copies, join_threads
-from kvkin.transport.backends.tcp_link import Link, Pull, Unit
+from kvkin.transport.backends.tcp_link import Link, Unit, make_units
 from kvkin.transport.backends.tcp_server import TcpServer
 from kvkin.transport.data_plane import Copy, RegionAddress
 
@@ -110,16 +110,14 @@ class TcpPeer:
         self._owner, self._address, self._local = owner, address, local
         self._metadata = wire.decode_metadata(address.metadata)
         self._link: Link | None = None
-        self._pulls: dict[PullTransfer, Pull] = {}
+        self._unsettled: set[PullTransfer] = set()
         self._waiting: list[Unit] = []
         self._reconnecting: asyncio.Task[None] | None = None
         self._lost: KvkinError | None = None
-        self._down: asyncio.Event = asyncio.Event()
 
     async def open(self, deadline_s: float) -> None:
-        """Connect, say hello and start the link."""
-        sock = await _dial(self._metadata, self._address, deadline_s)
-        self._link = Link(sock, asyncio.get_running_loop(), self._on_down)
+        """Connect and say hello."""
+        self._link = Link(await _dial(self._metadata, self._address, deadline_s), self._on_down)
 
     def pull(self, copies: Sequence[Copy], *, deadline_s: float) -> PullTransfer:
         merged = check_copies(copies, self._address.num_bytes, self._local.size)
@@ -129,42 +127,31 @@ class TcpPeer:
         elif not merged:
             transfer.complete()
         else:
-            pull = Pull(transfer, merged, self._local)
-            self._pulls[transfer] = pull
-            transfer.on_settled = self._pulls.pop
-            self._submit(pull.units)
+            self._unsettled.add(transfer)
+            transfer.on_settled = self._unsettled.discard
+            self._submit(make_units(transfer, merged, self._local))
         return transfer
 
     def _submit(self, units: Sequence[Unit]) -> None:
-        if self._link is None:
-            self._waiting.extend(units)
-            return
         for unit in units:
-            self._link.submit(unit)
+            if self._link is None:
+                self._waiting.append(unit)
+            else:
+                self._link.submit(unit)
 
     def _abort(self, transfer: PullTransfer) -> None:
-        pull = self._pulls.get(transfer)
-        if pull is None:
-            return
-        if self._link is None:
-            pull.aborted = True
-            transfer.settle()
-        elif self._link.abort(pull):
-            transfer.settle()
+        # bytes land only while the loop receives them, and from now on none is received into this destination
+        transfer.settle()
+        if self._link is not None:
+            self._link.give_up()
 
-    def _on_down(self, link: Link, error: KvkinError, restart: bool) -> None:
-        """The link's thread has ended: whatever it was receiving cannot land any more."""
-        link.join()
-        self._link = None
-        units = link.unfinished()
-        for unit in units:
-            if unit.pull.aborted:
-                unit.pull.transfer.settle()
-        self._waiting = [unit for unit in units if not unit.pull.aborted]
-        if self._lost is None and restart:
-            self._reconnecting = asyncio.ensure_future(self._reconnect())
-        else:
+    def _on_down(self, error: SourceError | None) -> None:
+        link, self._link = self._link, None
+        if error is not None:
             self._lose(error)
+        elif link is not None:
+            self._waiting = link.unfinished
+            self._reconnecting = asyncio.ensure_future(self._reconnect())
 
     async def _reconnect(self) -> None:
         try:
@@ -173,32 +160,30 @@ class TcpPeer:
             self._lose(error)
             return
         waiting, self._waiting = self._waiting, []
-        self._submit([unit for unit in waiting if not unit.pull.aborted])
+        self._submit([unit for unit in waiting if not unit.abandoned])
 
     def _lose(self, error: KvkinError) -> None:
         """Nothing runs any more: fail and settle what is left."""
         self._lost = self._lost or error
         failure = error if isinstance(error, SourceError) else SourceLost(str(error))
-        for pull in list(self._pulls.values()):
-            pull.transfer.fail(failure, settled=True)
+        for transfer in list(self._unsettled):
+            transfer.fail(failure, settled=True)
         self._waiting.clear()
         self._owner.forget(self)
-        self._down.set()
 
     async def close(self) -> None:
         self._lost = self._lost or SourceLost("the peer is closed")
-        if self._link is None and self._reconnecting is not None:
+        if self._reconnecting is not None:
             self._reconnecting.cancel()
             await asyncio.wait([self._reconnecting])
         if self._link is not None:
             self._link.close()
-        else:
-            self._lose(self._lost)
-        await self._down.wait()
+            self._link = None
+        self._lose(self._lost)
 
 
 async def _dial(metadata: wire.TcpMetadata, address: RegionAddress, deadline_s: float) -> socket.socket:
-    """A blocking socket, connected and welcomed. Raises SourceLost, SourceTimeout or SourceRefused."""
+    """A socket, connected and welcomed. Raises SourceLost, SourceTimeout or SourceRefused."""
     loop = asyncio.get_running_loop()
     sock: socket.socket | None = None
     try:
@@ -219,7 +204,6 @@ async def _dial(metadata: wire.TcpMetadata, address: RegionAddress, deadline_s: 
                     raise SourceLost("the peer closed the connection while connecting (it may be at its limit)")
                 welcome += more
             _check_welcome(welcome, address)
-            sock.setblocking(True)
             connected, sock = sock, None
             return connected
     except TimeoutError:

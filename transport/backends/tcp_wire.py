@@ -38,6 +38,8 @@ STATUS_TEXT = {
 
 MAX_COPIES = 1024
 """Copies in one request; longer pulls take several."""
+GATHER = 64
+"""Pieces of memory in one system call."""
 
 
 class TcpMetadata(msgspec.Struct, frozen=True, array_like=True):
