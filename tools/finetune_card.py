@@ -109,9 +109,8 @@ def readme(name: str, facts: Mapping[str, Any]) -> str:
         f"of at most {settings['seq_len']} tokens a step; {training['steps']} steps, {training['tokens']:,} tokens in "
         f"{training['seconds'] / 60:.0f} minutes; loss {_curve(training['loss_curve'])}"
     )
-    shape = (
-        f"rank {settings['rank']}, layers {settings['layers']} (half-open), {', '.join(settings['targets'])}; bfloat16"
-    )
+    layers = "all layers" if settings["layers"] == "all" else f"layers {settings['layers']} (half-open)"
+    shape = f"rank {settings['rank']}, {layers}, {', '.join(settings['targets'])}; bfloat16"
     lines = [
         f"# {name}",
         "",
