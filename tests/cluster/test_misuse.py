@@ -29,8 +29,7 @@ from cluster_harness import (
 from kvkin.kv.errors import Cancelled, DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModel
 from kvkin.transport.client import SyncStream
 
-# one worker runs them all: the cluster is started once
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("unharmed"), pytest.mark.xdist_group("cluster")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("unharmed")]
 
 
 def first_token(stream: SyncStream) -> int:
