@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from pathlib import Path
 
@@ -29,15 +28,14 @@ def record_view(number: int, record: Record) -> RenderableType:
         Text(f"“{' '.join(answer.text.split())}”", style="italic"),
     ]
     parts += [Text(f"NOT AS EXPECTED: {problem}", style="bold red") for problem in record.problems]
-    title = Text(f"{number}. {step.title}", style="bold").append(f" ({step.model})", style="not bold dim")
+    title = Text(f"{number}. {step.title}", style="bold").append(
+        f" ({step.model}, expects {step.expect})", style="not bold dim"
+    )
     return Group(Text(), title, Padding(Group(*parts), (0, 0, 0, 3)))
 
 
 def table(records: list[Record]) -> Table:
-    models = [record.step.model for record in records]
-    # members of a family share most of their names
-    prefix = os.path.commonprefix(models) if len(set(models)) > 1 else ""
-    prefix = prefix[: prefix.rfind("-") + 1]
+    prefix = _shared_words({record.step.model for record in records})
     shown = Table(title="\nWhat each request did", title_justify="left", title_style="bold", box=None, pad_edge=False)
     for column in ("request", f"{prefix}…" if prefix else "model", "plan", "quality", "source"):
         shown.add_column(column, no_wrap=True)
@@ -78,6 +76,17 @@ def summary(records: list[Record], peak_bytes: int, times: dict[str, float], out
         f"peak memory {peak_bytes / 2**30:.1f} GiB in all; report: {out}"
     )
     return Text("\n".join(["", *lines]))
+
+
+def _shared_words(names: set[str]) -> str:
+    """What all names begin with, up to a dash: the members of a family are told apart by the rest."""
+    shared = ""
+    if len(names) > 1:
+        for words in zip(*(name.split("-")[:-1] for name in sorted(names)), strict=False):
+            if len(set(words)) > 1:
+                break
+            shared += f"{words[0]}-"
+    return shared
 
 
 def _verdict(same: bool | None) -> Text:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,15 +20,6 @@ from kvkin.tools import cli, lifeline, logs
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "tools" / "launch"
-
-
-@pytest.fixture(autouse=True)
-def _restore_logging() -> Iterator[None]:
-    handlers, level = logging.root.handlers[:], logging.root.level
-    yield
-    logging.root.handlers[:] = handlers
-    logging.root.setLevel(level)
-    structlog.reset_defaults()
 
 
 def test_bare_call_and_help_say_what_every_command_does(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +117,7 @@ def test_log_level_is_taken_from_anywhere_but_after_two_dashes(monkeypatch: pyte
         (["--json"], "status"),
         ([], "error"),
         ([], "status"),
-        ([], "warning"),
+        ([], "error"),
         (["m", "--", "--log-level", "x"], "ask"),
     ]
 

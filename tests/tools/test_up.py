@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,9 +20,10 @@ from tiny_cluster import BASE, make_cluster
 from kvkin.configs.loader import load_cluster
 from kvkin.configs.schema import ClusterConfig
 from kvkin.kv.errors import ConfigError, NodeUnavailable
+from kvkin.tools.cli import main
 from kvkin.tools.cluster_processes import ClusterProcesses, NodeState, check_ports, local_nodes
 from kvkin.transport.client import Client
-from kvkin.transport.messages import StatusReply
+from kvkin.transport.messages import Sampling, StatusReply
 
 START_S = 90.0
 STOP_S = 45.0
@@ -101,7 +104,7 @@ def orphaned_shared_memory() -> set[str]:
 
 
 @pytest.mark.timeout(240)
-def test_up_serves_survives_a_death_and_drains(tmp_path: Path) -> None:
+def test_up_serves_survives_a_death_and_drains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = make_cluster(tmp_path, backend="ucx", models=(BASE,))
     config = load_cluster(file)
     before = orphaned_shared_memory()
@@ -109,6 +112,19 @@ def test_up_serves_survives_a_death_and_drains(tmp_path: Path) -> None:
         status = status_when(client, lambda status: len(status.nodes) == 2)
         assert {node.name for node in status.nodes} == {"prefill-0", "decode-base"}
         assert client.generate(BASE, prompt="one", max_tokens=4, timeout_s=30).usage.completion_tokens == 4
+
+        # the other commands, as somebody else would type them
+        assert main(["status", "--config", str(file)]) == 0
+        shown = capsys.readouterr().out
+        assert re.search(r"^decode-base +decode +alive .* tiny-base", shown, re.MULTILINE), shown
+        assert "plan private 1" in shown
+        router = f"127.0.0.1:{config.routers['router-0'].client_port}"
+        assert main(["status", "--address", router, "--json"]) == 0
+        assert {node["name"] for node in json.loads(capsys.readouterr().out)["nodes"]} == {"prefill-0", "decode-base"}
+        assert main(["ask", BASE, "Hello", "--config", str(file), "--max-tokens", "4"]) == 0
+        assert re.search(r"\nprivate prefill of \d+ prompt tokens on decode-base; first token", capsys.readouterr().out)
+        assert main(["ask", "tiny-bas", "Hello", "--config", str(file)]) == 2
+        assert "tiny-bas" in capsys.readouterr().err
 
         # the very same file again: refused before anything is started, naming the key
         second = subprocess.run(
@@ -140,7 +156,10 @@ def test_up_serves_survives_a_death_and_drains(tmp_path: Path) -> None:
 
         children = running.children()
         assert all(os.getpgid(child.pid) == child.pid for child in children), "Ctrl-C must not reach them twice"
-        running.process.send_signal(signal.SIGINT)
+        with client.stream(BASE, prompt="three", sampling=Sampling(max_tokens=200, ignore_eos=True)) as stream:
+            next(iter(stream))
+            running.process.send_signal(signal.SIGINT)
+            assert stream.finish().usage.completion_tokens == 200, "what runs is finished first"
         assert running.process.wait(STOP_S) == 0
         assert "stopped, nothing is left running" in running.text()
         assert not any(child.is_running() for child in children)
