@@ -32,15 +32,19 @@ class Ask:
     """Ask a model of the cluster; streams the answer, then shows what was reused for it and where the time went.
 
     The text goes through the family's chat template as the user's message, after the context, unless --raw is given.
+
+    kvkin ask smollm2-135m-qa "Who wrote it?" --context-file report.txt --reuse any
+
+    kvkin ask --local --warm smollm2-135m-instruct smollm2-135m-qa "Who wrote it?" --context-file report.txt --reuse any
     """
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Name of the model, as in the cluster file."""
 
-    text: Annotated[str, tyro.conf.Positional]
+    text: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")]
     """The question, or with --raw the end of the prompt."""
 
-    context_file: Path | None = None
+    context_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File whose text stands before the question; "-" reads standard input."""
 
     reuse: Literal["exact", "bounded", "any", "off"] = "bounded"
@@ -58,13 +62,13 @@ class Ask:
     publish: bool = True
     """Keep the KV of prompt and answer for later requests."""
 
-    warm: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    warm: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="MODEL")] = ()
     """Let this model read the same prompt first, so that its KV can be reused. May be given several times."""
 
-    config: Path | None = None
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Cluster file whose first router is asked; default: configs/clusters/local.yaml."""
 
-    address: str | None = None
+    address: Annotated[str | None, tyro.conf.arg(metavar="ADDRESS")] = None
     """Address of a router instead, such as tcp://10.0.0.1:5570."""
 
     local: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

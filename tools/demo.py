@@ -16,9 +16,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import tyro
 from rich.console import Console
 
 import kvkin.configs
@@ -50,10 +51,10 @@ class Demo:
     itself, leaves nothing running, writes .kvkin/demo.json.
     """
 
-    config: Path | None = None
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Cluster file of the family; default: configs/clusters/local.yaml. Its ports are replaced by free ones."""
 
-    out: Path | None = None
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Where the report goes; default: demo.json in the cluster file's state_dir."""
 
     def run(self) -> int:

@@ -11,9 +11,10 @@ import asyncio
 import gc
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import structlog
+import tyro
 import uvloop
 
 from kvkin.configs.families import ResolvedFamily, resolve_cluster, resolve_family
@@ -123,11 +124,11 @@ def resolve_worker(config: ClusterConfig, name: str) -> ResolvedFamily:
 class _Role:
     """Start one node of the cluster and serve until Ctrl-C or SIGTERM."""
 
-    config: Path
+    config: Annotated[Path, tyro.conf.arg(metavar="FILE")]
     """The cluster file, the same on every host."""
-    node: str
+    node: Annotated[str, tyro.conf.arg(metavar="NAME")]
     """Name of the node in the cluster file."""
-    ready_file: Path | None = None
+    ready_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Written once the node serves; for scripts that wait for it."""
 
     def load(self, kind: type, role: str) -> ClusterConfig:

@@ -20,10 +20,10 @@ from kvkin.transport.client import Client
 class Status:
     """Show the nodes of a running cluster: load, KV held, leases, and what the router counted."""
 
-    config: Path | None = None
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Cluster file whose first router is asked; default: configs/clusters/local.yaml."""
 
-    address: str | None = None
+    address: Annotated[str | None, tyro.conf.arg(metavar="ADDRESS")] = None
     """Address of a router instead, such as tcp://10.0.0.1:5570."""
 
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

@@ -40,10 +40,10 @@ class Up:
     Logs go to state_dir/logs/NODE.log. Ctrl-C finishes the running requests first; a second one stops at once.
     """
 
-    file: Annotated[Path, tyro.conf.Positional]
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """The cluster file, such as configs/clusters/local.yaml."""
 
-    nodes: tuple[str, ...] = ()
+    nodes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ()
     """Start only these nodes; default: all whose host is an address of this machine."""
 
     restart: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
