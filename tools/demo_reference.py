@@ -173,12 +173,12 @@ def _gap(logits: torch.Tensor) -> float:
 
 def run(spec: dict[str, Any], on_done: Callable[[int], None] = lambda number: None) -> list[dict[str, Any]]:
     """Answers of all requests, in order."""
-    torch.set_grad_enabled(False)
-    reference = Reference(spec)
     answers = []
-    for number, request in enumerate(spec["requests"], 1):
-        answers.append(reference.answer(request))
-        on_done(number)
+    with torch.no_grad():
+        reference = Reference(spec)
+        for number, request in enumerate(spec["requests"], 1):
+            answers.append(reference.answer(request))
+            on_done(number)
     return answers
 
 

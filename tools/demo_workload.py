@@ -212,6 +212,8 @@ def workload(names: Names) -> list[Step]:
             asked("In which year was the orchard planted?", orchard),
             PlanKind.PRIVATE,
             exact,
+            # nothing of it is held anywhere, and nothing approximate may be ordered for it
+            reuse=Reuse.EXACT,
             chat=False,
             max_tokens=8,
         ),

@@ -29,9 +29,12 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("kv", "configs", "transport", "engines", "prefill_nodes", "decode_nodes", "router", "tools")
 FOLDERS = (*ROOMS, "docs", "tests", "src", ".ci")
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+# the design also names what is still to come
+AS_BUILT = [document for document in DOCUMENTS if document.name != "design.md"]
 SECTIONS = ("timeouts", "limits", "transport", "router")
 
 document = pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.name)
+as_built = pytest.mark.parametrize("file", AS_BUILT, ids=lambda file: file.name)
 
 
 def blocks(text: str, *languages: str) -> list[str]:
@@ -72,7 +75,7 @@ def test_links_resolve(file: Path) -> None:
             assert anchor in anchors(linked), f"{file.name}: {target}; {linked.name} has {sorted(anchors(linked))}"
 
 
-@document
+@as_built
 def test_paths_exist(file: Path) -> None:
     for span in spans(file.read_text()):
         if not re.fullmatch(r"[\w.@*/-]+/[\w.@*-]*", span) or span.split("/")[0] not in FOLDERS:
@@ -221,7 +224,7 @@ def body_names(node: ast.ClassDef) -> Iterator[str]:
             yield from (target.id for target in item.targets if isinstance(target, ast.Name))
 
 
-@document
+@as_built
 def test_functions_and_classes_exist(file: Path) -> None:
     """``name()``, ``Class.name()``, ``Class.name`` and ``ClassName`` in inline code."""
     names, members = defined()
