@@ -280,25 +280,40 @@ def _qa_pieces(
 
 
 def _text_samples(sources: Sequence[Source], prompts: Prompts, rng: random.Random, seq_len: int) -> Iterator[Sample]:
-    """Windows of about ``seq_len`` tokens, each text once an epoch in random order; a quarter of them as a chat turn.
+    """Windows of about ``seq_len`` tokens, each text once an epoch in random order; six of ten as a chat in which the
+    assistant goes on from a random line, a few lines a turn.
 
-    All of the text is learned, the user's turn in a chat as well: it is the same kind of text.
+    All of the text is learned, the user's first turn in a chat as well: it is the same kind of text.
     """
     windows = [window for source in sources for window in _windows(source.text, seq_len * 3)]
     rng.shuffle(windows)
     for window in windows:
-        lines = window.split("\n")
-        if prompts.has_chat and len(lines) > 8 and rng.random() < 0.25:
-            cut = rng.randrange(len(lines) // 2, len(lines) - 2)
-            text, rest = "\n".join(lines[:cut]), "\n".join(lines[cut : cut + 4]).strip("\n")
-            pieces = prompts.chat_pieces([(f"{text}\n\n{CONTINUE}", rest)])
-            head, _, tail = pieces[0][0].partition(text)
-            pieces = [(head, False), (text, True), (tail, False), *pieces[1:]]
-        else:
-            pieces = [(window, True)]
+        pieces = [(window, True)]
+        if prompts.has_chat and rng.random() < 0.6:
+            pieces = _continued_in_chat(window, prompts, rng) or pieces
         sample = prompts.join(pieces, seq_len)
         if sample.num_targets:
             yield sample
+
+
+def _continued_in_chat(window: str, prompts: Prompts, rng: random.Random) -> list[tuple[str, bool]]:
+    """The window as a chat: its beginning by the user, the rest by the assistant; empty where it is too short."""
+    lines = window.split("\n")
+    if len(lines) < 10:
+        return []
+    place = rng.randrange(len(lines) // 4, len(lines) * 3 // 4)
+    text = "\n".join(lines[:place]).rstrip("\n")
+    turns: list[tuple[str, str]] = []
+    while place < len(lines):
+        end = place + rng.randint(2, 5)
+        if said := "\n".join(lines[place:end]).strip("\n"):
+            turns.append((CONTINUE if turns else f"{text}\n\n{CONTINUE}", said))
+        place = end
+    if not text or not turns:
+        return []
+    pieces = prompts.chat_pieces(turns)
+    head, _, tail = pieces[0][0].partition(text)
+    return [(head, False), (text, True), (tail, False), *pieces[1:]]
 
 
 def _windows(text: str, num_chars: int) -> Iterator[str]:

@@ -65,8 +65,8 @@ def gain(before: Scores, after: Scores) -> Summary:
 
 
 def probes(corpus: Corpus, prompts: Prompts, *, count: int, seq_len: int, split: Split = "test") -> list[Probe]:
-    """``count`` held-out prompts of ``split`` (fewer where the data holds no more): half of the first kind, and where
-    the tokenizer has a chat template a quarter as chat; for qa a quarter has long contexts of several paragraphs."""
+    """``count`` held-out prompts of ``split`` (fewer where the data holds no more), raw and, where the tokenizer has a
+    chat template, as chat: half of each for code; for qa half raw, a quarter with a long context, a quarter as chat."""
     items = corpus.of(split)
     if isinstance(items[0], Paragraph):
         return _qa_probes(items, prompts, count, seq_len)
@@ -103,13 +103,6 @@ def run_probes(
     return Scores(tuple(probe.kind for probe in chosen), tuple(values)), texts
 
 
-def _kind(position: int, has_chat: bool, second: str) -> str:
-    """Kinds in a fixed rhythm of four, so that any prefix of the probes has about the same mixture."""
-    if position % 4 == 3 and has_chat:
-        return "chat"
-    return second if position % 4 == 1 else "raw"
-
-
 def _by_hash(items: Sequence[Any], key: Callable[[Any], str]) -> list[Any]:
     return sorted(items, key=lambda item: hashlib.blake2b(key(item).encode(), digest_size=8).digest())
 
@@ -118,7 +111,8 @@ def _qa_probes(paragraphs: Sequence[Paragraph], prompts: Prompts, count: int, se
     asked = [(paragraph, question) for paragraph in paragraphs for question in paragraph.questions]
     chosen: list[Probe] = []
     for paragraph, (question, answers) in _by_hash(asked, lambda pair: pair[0].context + pair[1][0])[:count]:
-        kind = _kind(len(chosen), prompts.has_chat, "joined")
+        # a fixed rhythm, so that any number of first probes has about the same mixture
+        kind = ("raw", "joined", "raw", "chat" if prompts.has_chat else "raw")[len(chosen) % 4]
         rng = random.Random(question)
         context = paragraph.context
         if kind == "joined":
@@ -158,7 +152,7 @@ def _text_probes(sources: Sequence[Source], prompts: Prompts, count: int, seq_le
         # A prompt ends without its line break: tokens such as "\n   " span the break and the next line's indentation.
         before = "\n".join(lines[:place]).rstrip("\n")
         text = _tail(before, prompts, seq_len // 2)
-        kind = _kind(len(chosen), prompts.has_chat, "raw")
+        kind = "chat" if prompts.has_chat and len(chosen) % 2 else "raw"
         if kind == "chat":
             text = prompts.chat([{"role": "user", "content": f"{text}\n\n{CONTINUE}"}], answer_next=True)
         chosen.append(Probe(kind, source.group, text, (answer,)))

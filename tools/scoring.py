@@ -95,18 +95,21 @@ def greedy(
     *,
     max_new_tokens: int,
     done: Callable[[str], bool],
-    batch_size: int = 8,
+    batch_size: int = 16,
+    batch_tokens: int = 6144,
     on_prompt: Callable[[int], None] = lambda count: None,
 ) -> list[str]:
     """Greedy continuations of token-id ``prompts``, in their order, decoded without special tokens.
 
     A continuation ends at the tokenizer's EOS, after ``max_new_tokens``, or once ``done(text)`` holds. Prompts of like
-    length run together, padded on the left. ``on_prompt(count)`` is called as prompts finish.
+    length run together, padded on the left, up to ``batch_size`` prompts and ``batch_tokens`` padded tokens.
+    ``on_prompt(count)`` is called as prompts finish.
     """
     texts = [""] * len(prompts)
-    order = sorted(range(len(prompts)), key=lambda index: (len(prompts[index]), index))
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
+    left = sorted(range(len(prompts)), key=lambda index: (len(prompts[index]), index), reverse=True)
+    while left:
+        num_rows = max(1, min(batch_size, batch_tokens // len(prompts[left[0]])))  # the longest decides the width
+        rows, left = left[:num_rows], left[num_rows:]
         batch = [prompts[row] for row in rows]
         for row, text in zip(rows, _greedy_batch(model, tokenizer, batch, max_new_tokens, done), strict=True):
             texts[row] = text

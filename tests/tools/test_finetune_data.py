@@ -203,6 +203,21 @@ def test_text_splits_by_top_level_module(modules: Corpus, prompts: Prompts) -> N
     assert not any(f"value_{number}_" in trained for number in numbers["test"])
 
 
+def test_chats_about_text_continue_it_a_few_lines_a_turn(modules: Corpus, prompts: Prompts) -> None:
+    samples = list(epoch_samples(modules, prompts, epoch=0, seed=0, seq_len=500))
+    chats = [text for text in (_text(sample, prompts) for sample in samples) if "<|im_start|>" in text]
+    assert 0 < len(chats) < len(samples)
+    whole = "".join(item.text for item in modules.items if isinstance(item, Source))
+    for chat in chats:
+        spoken = chat.replace("<|im_end|>\n<|im_start|>assistant\n", "").replace(f"\n\n{CONTINUE}", "\n")
+        spoken = spoken.replace(f"<|im_end|>\n<|im_start|>user\n{CONTINUE}", "\n").removeprefix("<|im_start|>user\n")
+        spoken = spoken.split("<|im_")[0]  # the end of the last turn, where the sample was not cut before it
+        assert spoken in whole  # the turns together are the source
+    for sample in samples:
+        assert CONTINUE not in _learned(sample, prompts)
+        assert "<|im_start|>" not in _learned(sample, prompts)
+
+
 def test_text_probes_continue_the_source(modules: Corpus, prompts: Prompts) -> None:
     texts = {item.group: item.text for item in modules.items if isinstance(item, Source)}
     chosen = probes(modules, prompts, count=24, seq_len=600)
