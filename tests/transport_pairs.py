@@ -153,12 +153,18 @@ class ProcessPair(ConsumerSide):
 
 Pair = InprocPair | ProcessPair
 VARIANTS = ("inproc", "tcp", "ucx", "ucx-tcp")
-"""``ucx-tcp`` is the ucx backend on a link without shared memory."""
+"""``ucx-tcp`` is the ucx backend on a link without shared memory or RDMA. There UCX emulates READ and may abort the *process* when
+an endpoint is torn down in the middle of one, this test process included; the backend refuses such links between hosts. So
+the variant runs only where KVKIN_TEST_UCX_TCP is set."""
 
 
 def prepare(variant: str, patch: pytest.MonkeyPatch) -> str:
     """Set the environment of a variant; returns its backend."""
     if variant == "ucx-tcp":
+        if not os.environ.get("KVKIN_TEST_UCX_TCP"):
+            pytest.skip(
+                "UCX may abort the process on links where it emulates READ: set KVKIN_TEST_UCX_TCP=1 to run these"
+            )
         patch.setenv("UCX_TLS", "tcp")
         # UCX reports every peer that goes away
         patch.setenv("UCX_LOG_LEVEL", "fatal")
