@@ -63,7 +63,7 @@ demo: $(STAMP)
 	@$(BIN)/kvkin demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m 'not slow and not gpu'
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --max-worker-restart 0 -m 'not slow and not gpu'
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m 'slow and not gpu'
