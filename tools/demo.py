@@ -66,6 +66,7 @@ class Demo:
 async def run_demo(config: ClusterConfig, steps: list[Step], names: Names, out: Path) -> int:
     """The whole demo on ``config``. Returns the exit code."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    _family_name(config, names)
     folder = config.state_path / "demo"
     file = folder / "cluster.yaml"
     _write(file, show_cluster(config))

@@ -218,3 +218,29 @@ def test_makefile_parses_and_lists_its_targets() -> None:
     done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
     for target in ("demo", "test", "test-slow", "check", "clean"):
         assert f"make {target}" in done.stdout
+
+
+def test_slurm_job_writes_real_addresses_and_starts_every_host(tmp_path: Path) -> None:
+    fakes = {
+        "scontrol": "printf 'node-a\\nnode-b\\n'",
+        "getent": 'case $2 in node-a) echo "10.0.0.1 STREAM node-a";; *) echo "10.0.0.2 STREAM node-b";; esac',
+        "srun": 'echo "srun $*"',
+        "kvkin": 'echo "kvkin $*"',
+    }
+    for name, script in fakes.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    template = tmp_path / "template.yaml"
+    template.write_text("a: {host: @HOST0@}\nb: {host: @HOST1@}\n")
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[a-b]"}
+    environment["SLURM_SUBMIT_DIR"] = str(tmp_path)
+    command = ["bash", str(LAUNCH / "slurm.sbatch"), str(template)]
+    done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True, timeout=20)
+    config = tmp_path / "kvkin-7" / "cluster.yaml"
+    assert config.read_text() == "a: {host: 10.0.0.1}\nb: {host: 10.0.0.2}\n"
+    assert f"kvkin config check {config}" in done.stdout
+    assert f"srun --kill-on-bad-exit=0 kvkin up {config} --restart" in done.stdout
+    template.write_text("a: {host: @HOST2@}\n")
+    refused = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=20)
+    assert refused.returncode == 2
+    assert "more hosts than the allocation has (2)" in refused.stderr
