@@ -280,40 +280,40 @@ def _qa_pieces(
 
 
 def _text_samples(sources: Sequence[Source], prompts: Prompts, rng: random.Random, seq_len: int) -> Iterator[Sample]:
-    """Windows of about ``seq_len`` tokens, each text once an epoch in random order; six of ten as a chat in which the
-    assistant goes on from a random line, a few lines a turn.
+    """Windows of about ``seq_len`` tokens, each text once an epoch in random order; eight of ten as a chat.
 
-    All of the text is learned, the user's first turn in a chat as well: it is the same kind of text.
+    A raw window is learned as a whole, of a chat only what the assistant says. Going on with raw text is what a base model
+    was made for; what it does not know is where to go on in a chat, so that is where most of the samples are.
     """
-    windows = [window for source in sources for window in _windows(source.text, seq_len * 3)]
+    windows = [window for source in sources for window in _windows(source.text, seq_len * 5 // 2)]
     rng.shuffle(windows)
     for window in windows:
-        pieces = [(window, True)]
-        if prompts.has_chat and rng.random() < 0.6:
-            pieces = _continued_in_chat(window, prompts, rng) or pieces
-        sample = prompts.join(pieces, seq_len)
+        sample = prompts.join([(window, True)], seq_len)
+        if prompts.has_chat and rng.random() < 0.8:
+            chat = prompts.join(prompts.chat_pieces(_turns(window, rng)), seq_len)
+            sample = chat if chat.num_targets else sample
         if sample.num_targets:
             yield sample
 
 
-def _continued_in_chat(window: str, prompts: Prompts, rng: random.Random) -> list[tuple[str, bool]]:
-    """The window as a chat: its beginning by the user, the rest by the assistant; empty where it is too short."""
+def _turns(window: str, rng: random.Random) -> list[tuple[str, str]]:
+    """The window as a chat: the user shows some lines, the assistant goes on with the next few, and so on.
+
+    Every turn asks to find the place where the user's text ends. When later turns let the assistant go on from its own
+    words, it learned that instead, and began the user's last function all over again.
+    """
     lines = window.split("\n")
-    if len(lines) < 10:
-        return []
-    place = rng.randrange(len(lines) // 4, len(lines) * 3 // 4)
-    text = "\n".join(lines[:place]).rstrip("\n")
     turns: list[tuple[str, str]] = []
+    place = 0
     while place < len(lines):
-        end = place + rng.randint(2, 5)
-        if said := "\n".join(lines[place:end]).strip("\n"):
-            turns.append((CONTINUE if turns else f"{text}\n\n{CONTINUE}", said))
+        # mostly a few lines, so that a sample holds many turns; sometimes as many as a real question shows
+        middle = place + (rng.randint(12, 36) if rng.random() < 0.25 else rng.randint(3, 10))
+        end = middle + rng.randint(2, 4)
+        shown, said = "\n".join(lines[place:middle]).strip("\n"), "\n".join(lines[middle:end]).strip("\n")
+        if shown and said:
+            turns.append((f"{shown}\n\n{CONTINUE}", said))
         place = end
-    if not text or not turns:
-        return []
-    pieces = prompts.chat_pieces(turns)
-    head, _, tail = pieces[0][0].partition(text)
-    return [(head, False), (text, True), (tail, False), *pieces[1:]]
+    return turns
 
 
 def _windows(text: str, num_chars: int) -> Iterator[str]:
