@@ -1,9 +1,10 @@
-"""Scores of generated text: token F1 for question answering, edit similarity for code, greedy decoding for both.
+"""Scores of generated text: token F1, exact match, ROUGE-L, edit similarity, likelihood; greedy decoding.
 
-``kvkin finetune`` scores the base and the fine-tune with it on identical prompts; profiles and quality checks may use
-the same functions. Pure except for ``greedy``, which runs a transformers model in the caller's process. F1 and its
-normalisation follow the SQuAD v1.1 evaluation script (Rajpurkar et al., 2016); edit similarity is the one of
-CodeXGLUE's line completion (1 - Levenshtein distance / longer length), here between 0 and 1.
+``kvkin finetune`` scores the base and the fine-tune with it on identical prompts, ``kvkin profile`` and ``kvkin evaluate``
+score by the metrics in ``METRICS``. Pure except for ``greedy``, which runs a transformers model in the caller's process. F1,
+exact match and their normalisation follow the SQuAD v1.1 evaluation script (Rajpurkar et al., 2016); ROUGE-L is the
+sentence-level F-measure of Lin, 2004, with the words of the ``rouge-score`` package (no stemming); edit similarity is the
+one of CodeXGLUE's line completion (1 - Levenshtein distance / longer length), here between 0 and 1.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rapidfuzz.distance import Levenshtein
+from rapidfuzz.distance import LCSseq, Levenshtein
+
+from kvkin.kv.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_WORD = re.compile(r"[^\W_]+")  # of ASCII text the words that rouge-score sees; other scripts have words here, too
 
 
 def normalize_answer(text: str) -> str:
@@ -43,6 +47,23 @@ def _pair_f1(prediction: str, answer: str) -> float:
     return 2 * common / (len(got) + len(wanted))
 
 
+def exact_match(prediction: str, answers: Sequence[str]) -> float:
+    """1 if the normalised prediction is one of the normalised ``answers``, else 0."""
+    return float(normalize_answer(prediction) in {normalize_answer(answer) for answer in answers})
+
+
+def rouge_l(prediction: str, answers: Sequence[str]) -> float:
+    """Best F-measure over ``answers`` of the longest common subsequence of words, between 0 and 1."""
+    return max((_pair_rouge(prediction, answer) for answer in answers), default=0.0)
+
+
+def _pair_rouge(prediction: str, answer: str) -> float:
+    got, wanted = _WORD.findall(prediction.lower()), _WORD.findall(answer.lower())
+    if not got or not wanted:
+        return 0.0
+    return 2 * float(LCSseq.similarity(got, wanted)) / (len(got) + len(wanted))
+
+
 def edit_similarity(prediction: str, answers: Sequence[str]) -> float:
     """Best 1 - Levenshtein distance / longer length over ``answers``, characters compared, between 0 and 1."""
     return max((float(Levenshtein.normalized_similarity(prediction, answer)) for answer in answers), default=0.0)
@@ -61,6 +82,62 @@ def has_lines(text: str, num_lines: int) -> bool:
     """Whether ``first_lines(text, num_lines)`` can no longer change: that many lines are complete."""
     complete = text.rpartition("\n")[0]
     return first_lines(complete, num_lines).count("\n") + 1 >= num_lines and bool(first_lines(complete, 1))
+
+
+@dataclass(frozen=True)
+class EvaluationMetric:
+    """How an evaluation scores answers; every score lies between 0 and 1 and higher is better.
+
+    ``score`` compares generated text with the accepted answers, after both were cut by ``cut``. A metric that
+    ``needs_logits`` has none: it is ``likelihood_score`` of the gold answer's tokens, and nothing is generated.
+    """
+
+    name: str
+    title: str
+    max_new_tokens: int  # greedy tokens at most, unless the caller says otherwise
+    num_lines: int  # lines of an answer that count; 0: all of it
+    score: Callable[[str, Sequence[str]], float]
+    needs_logits: bool = False
+
+    def cut(self, text: str, num_lines: int | None = None) -> str:
+        """The part of a generated text that is scored; ``num_lines`` in place of the metric's own if it is given."""
+        lines = self.num_lines if num_lines is None else num_lines
+        return first_lines(text, lines) if lines else text.strip()
+
+
+def likelihood_score(logits: torch.Tensor, answer_ids: Sequence[int]) -> float:
+    """exp(-mean negative log-likelihood a token) of an answer; logits (m, vocab) that predict its m >= 1 ids."""
+    import torch
+
+    if len(logits) != len(answer_ids) or not answer_ids:
+        raise ValueError(
+            f"{len(logits)} rows of logits for {len(answer_ids)} answer tokens (allowed: as many, 1 or more)"
+        )
+    targets = torch.tensor(list(answer_ids), device=logits.device)
+    return math.exp(-float(torch.nn.functional.cross_entropy(logits.float(), targets)))
+
+
+def _no_text(prediction: str, answers: Sequence[str]) -> float:
+    raise TypeError("this metric scores logits, not text: likelihood_score")
+
+
+METRICS: Mapping[str, EvaluationMetric] = {
+    metric.name: metric
+    for metric in (
+        EvaluationMetric("f1", "token F1", 28, 1, token_f1),
+        EvaluationMetric("exact_match", "exact match", 28, 1, exact_match),
+        EvaluationMetric("rouge_l", "ROUGE-L", 96, 0, rouge_l),
+        EvaluationMetric("edit_similarity", "edit similarity of the next two lines", 56, 2, edit_similarity),
+        EvaluationMetric("loss", "likelihood of the answer", 0, 0, _no_text, needs_logits=True),
+    )
+}
+
+
+def metric_named(name: str) -> EvaluationMetric:
+    """The metric of ``METRICS``. Raises ConfigError for a name that is none."""
+    if name not in METRICS:
+        raise ConfigError("metric", f"no metric {name!r}", ", ".join(METRICS))
+    return METRICS[name]
 
 
 @dataclass(frozen=True)

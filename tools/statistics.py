@@ -1,0 +1,127 @@
+"""Means, medians and paired comparisons of scores with 95 % bootstrap intervals (Efron and Tibshirani, 1993: percentiles).
+
+Used by ``kvkin profile`` and ``kvkin evaluate``. Pure: every function is a function of its arguments, seed included. Arms of a
+comparison are measured on the same cases, so cases are what is resampled: a case that is hard for both arms then widens
+neither the difference nor the ratio.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Statistic = Literal["difference", "ratio of means"]
+Floats = NDArray[np.float64]
+
+LOW, HIGH = 2.5, 97.5  # percentiles of a 95 % interval
+_CHUNK_DRAWS = 1 << 21  # indices drawn at once: 16 MB
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate from ``n`` cases with its 95 % interval. NaN is what cannot be said: everything at n = 0, the bounds at n = 1."""
+
+    estimate: float
+    low: float
+    high: float
+    n: int
+
+    def as_dict(self) -> dict[str, float | int | None]:
+        """JSON values, rounded to 6 digits; null for what cannot be said or is not finite."""
+        return {
+            "estimate": _json(self.estimate),
+            "low": _json(self.low),
+            "high": _json(self.high),
+            "n": self.n,
+        }
+
+    def excludes(self, value: float) -> bool:
+        """Whether ``value`` lies outside: a difference whose interval excludes 0 is there."""
+        return value < self.low or value > self.high
+
+    def __str__(self) -> str:
+        if math.isnan(self.estimate):
+            return f"- (n={self.n})"
+        bounds = "" if math.isnan(self.low) else f" [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.estimate:.3f}{bounds} (n={self.n})"
+
+
+def paired_bootstrap(
+    a: Sequence[float],
+    b: Sequence[float],
+    *,
+    seed: int,
+    samples: int = 10_000,
+    statistic: Statistic = "difference",
+) -> Interval:
+    """mean(a) - mean(b), or mean(a) / mean(b), of scores ``a`` and ``b`` of the same cases, by resampling the cases.
+
+    A ratio to a mean of 0 cannot be said; a resample in which only that of ``b`` is 0 counts as infinite. Raises ValueError if the
+    lengths differ or the statistic is unknown.
+    """
+    first, second = _scores(a), _scores(b)
+    if len(first) != len(second):
+        raise ValueError(f"{len(first)} scores against {len(second)}: not the same cases")
+    if statistic == "difference":
+        return bootstrap_mean(first - second, seed=seed, samples=samples)
+    if statistic != "ratio of means":
+        raise ValueError(f"no statistic {statistic!r} (allowed: difference, ratio of means)")
+    if len(first) == 0 or not second.mean():
+        return Interval(math.nan, math.nan, math.nan, len(first))
+    means = [(first[chosen].mean(1), second[chosen].mean(1)) for chosen in _resamples(len(first), seed, samples)]
+    above, below = (np.concatenate(parts) for parts in zip(*means, strict=True))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = above / below
+    return _interval(float(first.mean() / second.mean()), ratios[~np.isnan(ratios)], len(first))
+
+
+def bootstrap_mean(values: Sequence[float] | Floats, *, seed: int, samples: int = 10_000) -> Interval:
+    """The mean of ``values`` with its interval."""
+    scores = _scores(values)
+    if len(scores) == 0:
+        return Interval(math.nan, math.nan, math.nan, 0)
+    drawn = np.concatenate([scores[chosen].mean(1) for chosen in _resamples(len(scores), seed, samples)])
+    return _interval(float(scores.mean()), drawn, len(scores))
+
+
+def bootstrap_median(values: Sequence[float] | Floats, *, seed: int, samples: int = 10_000) -> Interval:
+    """The median of ``values`` with its interval: for times, whose mean a busy moment spoils."""
+    scores = _scores(values)
+    if len(scores) == 0:
+        return Interval(math.nan, math.nan, math.nan, 0)
+    drawn = np.concatenate([np.median(scores[chosen], axis=1) for chosen in _resamples(len(scores), seed, samples)])
+    return _interval(float(np.median(scores)), drawn, len(scores))
+
+
+def _scores(values: Sequence[float] | Floats) -> Floats:
+    scores = np.asarray(values, dtype=np.float64)
+    if scores.ndim != 1 or not np.isfinite(scores).all():
+        raise ValueError("scores must be a flat sequence of finite numbers")
+    return scores
+
+
+def _resamples(n: int, seed: int, samples: int) -> Iterator[NDArray[np.int64]]:
+    """Indices of ``samples`` resamples of ``n`` cases, some rows at a time, each (rows, n)."""
+    if samples < 1:
+        raise ValueError(f"{samples} resamples (allowed: 1 or more)")
+    rng = np.random.default_rng(seed)
+    rows = max(1, _CHUNK_DRAWS // n)
+    for start in range(0, samples, rows):
+        yield rng.integers(0, n, size=(min(rows, samples - start), n))
+
+
+def _interval(estimate: float, drawn: Floats, n: int) -> Interval:
+    if n < 2 or len(drawn) == 0:
+        return Interval(estimate, math.nan, math.nan, n)
+    # nearest ranks: interpolating between a finite and an infinite ratio would give no number
+    low, high = np.percentile(drawn, (LOW, HIGH), method="nearest")
+    return Interval(estimate, float(low), float(high), n)
+
+
+def _json(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None
