@@ -1,0 +1,413 @@
+"""Profiles: what was measured of a pair of models, and when it no longer holds (docs/design.md section 5).
+
+``kvkin profile`` writes ``profiles/<sender>-<receiver>.json`` with :func:`write_profile`; ``configs.families`` reads them for the
+router and ``kvkin config check``, and refuses those that :func:`check_profile` finds stale. Plain data: no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import msgspec
+from msgspec import Meta
+
+from kvkin.kv.errors import ConfigError
+from kvkin.kv.frontier import Point, point
+from kvkin.kv.lineage import Lineage
+from kvkin.kv.plan import LayerGroup
+
+if TYPE_CHECKING:
+    from kvkin.configs.families import ResolvedFamily  # which reads profiles itself
+
+# Raised when a field changes its meaning; readers refuse other formats. New fields come with a default and keep it.
+FORMAT = 1
+MAX_FILE_BYTES = 64 << 20
+# Floats are written with so many significant digits: more than any measurement here has.
+DIGITS = 6
+
+Hex = Annotated[str, Meta(pattern="^[0-9a-f]+$", max_length=128)]
+Whole = Annotated[int, Meta(ge=0, le=2**53)]
+Layer = Annotated[int, Meta(ge=0, le=10_000)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+# Half-open range of recomputed layers [start, stop); null in the file: full reuse, nothing is recomputed.
+Group = tuple[Layer, Layer] | None
+
+
+class ProfiledModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model as it was measured. ``lineage_id`` names the KV of all its layers, ``kv`` (L digests) and ``hidden`` (L + 1)
+    tell layer by layer what changed since."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    lineage_id: Hex
+    kv: tuple[Hex, ...]
+    hidden: tuple[Hex, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.kv)
+
+    @property
+    def lineage(self) -> Lineage:
+        return Lineage(tuple(map(bytes.fromhex, self.hidden)), tuple(map(bytes.fromhex, self.kv)))
+
+
+class TokenStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of the contexts that were reused."""
+
+    min: Whole
+    p50: Whole
+    mean: float
+    max: Whole
+
+
+class ProfileData(msgspec.Struct, frozen=True, kw_only=True):
+    """What it was measured on. ``digest`` is that of the samples as they were used, ``split`` names the part of the data."""
+
+    name: str
+    digest: Hex
+    split: str
+    samples: Whole
+    context_tokens: TokenStats
+
+
+class Made(msgspec.Struct, frozen=True, kw_only=True):
+    """How it was made: settings that change the result (no paths, no command lines), versions of what computed it, and when
+    (ISO 8601, UTC)."""
+
+    date: str
+    settings: dict[str, str | int | float | bool | None] = {}
+    versions: dict[str, str] = {}
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean of the metric over ``n`` samples with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+    n: Whole
+
+
+class Scores(msgspec.Struct, frozen=True, kw_only=True):
+    """The receiver with a full prefill, the sender alone, and the receiver on the sender's KV with nothing recomputed."""
+
+    full: Score
+    sender: Score | None = None
+    full_reuse: Score | None = None
+
+
+class LayerSensitivity(msgspec.Struct, frozen=True, kw_only=True):
+    """What reuse of this one layer does to the answer, over ``n`` inputs: mean and percentiles."""
+
+    layer: Layer
+    mean: float
+    p10: float
+    p50: float
+    p90: float
+    n: Whole
+
+
+class Divergence(msgspec.Struct, frozen=True, kw_only=True):
+    """Divergence of the answer tokens' distribution from a full prefill's, over ``n`` inputs."""
+
+    mean: float
+    p10: float
+    p90: float
+    n: Whole
+
+
+class Quality(msgspec.Struct, frozen=True, kw_only=True):
+    """Generated answers of a group: their mean ``score``, and ``loss`` against full prefill on the same ``n`` samples
+    (1 - score / full's score; below 0 if better) with its paired 95 % interval."""
+
+    score: float
+    loss: float
+    loss_low: float
+    loss_high: float
+    n: Whole
+
+
+class MeasuredGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """One recompute group. ``quality`` is there where answers were generated, ``recompute_s`` is the measured median of
+    recomputing the context, ``first_token_agreement`` the share of inputs whose first token is full prefill's."""
+
+    group: Group
+    divergence: Divergence | None = None
+    quality: Quality | None = None
+    recompute_s: float | None = None
+    first_token_agreement: Share | None = None
+
+
+class ProfilePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A point of the frontier: ``group`` (null: full reuse), the layers that it recomputes, its loss."""
+
+    group: Group
+    loss: float
+    layers: Layer
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """A measured pair. ``groups`` are all that were measured, ``frontier`` the best of those with answers (fewest layers
+    against loss), ``chosen`` the one with the fewest layers at ``max_loss`` (null: none keeps that bound).
+
+    ``full_reuse_is_fine``: nothing needs to be recomputed to keep ``max_loss``.
+    """
+
+    format: int = FORMAT
+    sender: ProfiledModel
+    receiver: ProfiledModel
+    metric: str
+    data: ProfileData
+    group_size: Annotated[int, Meta(ge=1, le=10_000)]
+    max_loss: float
+    scores: Scores
+    full_reuse_is_fine: bool
+    chosen: ProfilePoint | None
+    frontier: tuple[ProfilePoint, ...]
+    sensitivity: tuple[LayerSensitivity, ...]
+    groups: tuple[MeasuredGroup, ...]
+    made: Made
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """(sender, receiver), by name."""
+        return self.sender.name, self.receiver.name
+
+    @property
+    def num_layers(self) -> int:
+        return self.receiver.num_layers
+
+    def points(self) -> tuple[Point, ...]:
+        """Every group for which answers were generated, with its measured mean loss."""
+        return tuple(point(layer_group(one.group), one.quality.loss) for one in self.groups if one.quality is not None)
+
+
+def layer_group(group: Group) -> LayerGroup | None:
+    return None if group is None else LayerGroup(*group)
+
+
+def profile_point(one: Point) -> ProfilePoint:
+    """A point as it stands in a profile."""
+    group = None if one.group is None else (one.group.start, one.group.stop)
+    return ProfilePoint(group=group, loss=one.loss, layers=one.layers)
+
+
+def profiled_model(name: str, lineage: Lineage) -> ProfiledModel:
+    """A model as a profile records it."""
+    return ProfiledModel(
+        name=name,
+        lineage_id=lineage.id.hex(),
+        kv=tuple(one.hex() for one in lineage.kv),
+        hidden=tuple(one.hex() for one in lineage.hidden),
+    )
+
+
+def profile_name(sender: str, receiver: str) -> str:
+    """File name of a pair's profile. Characters of model names that a file name cannot have are percent-encoded.
+
+    >>> profile_name("smollm2-135m", "org/qa")
+    'smollm2-135m-org%2Fqa.json'
+    """
+    return f"{quote(sender, safe='@+:')}-{quote(receiver, safe='@+:')}.json"
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_profile(path: Path) -> Profile:
+    """The profile in ``path``. Raises ConfigError with path and key for what cannot be read or contradicts itself."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise ConfigError(str(path), f"{size} bytes are no profile", f"at most {MAX_FILE_BYTES} bytes")
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(str(path), "no such file", "a file that kvkin profile wrote") from None
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}", "a readable file") from None
+    return parse_profile(data, str(path))
+
+
+def parse_profile(data: bytes, source: str) -> Profile:
+    """The profile of JSON ``data``; ``source`` names it in errors. Raises ConfigError."""
+    try:
+        found = msgspec.json.decode(data, type=_Format)
+        if found.format != FORMAT:
+            problem, allowed = f"is {found.format}", f"{FORMAT}; profile the pair again with this version"
+            raise ConfigError(f"{source}: format", problem, allowed)
+        profile = msgspec.json.decode(data, type=Profile)
+    except msgspec.ValidationError as error:
+        problem, _, where = str(error).partition(" - at `")
+        key = where.rstrip("`").removeprefix("$").removeprefix(".")
+        raise ConfigError(f"{source}: {key}" if key else source, problem, "what kvkin profile writes") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(source, f"not JSON: {error}", "a file that kvkin profile wrote") from None
+    for key, problem, allowed in _contradictions(profile):
+        raise ConfigError(f"{source}: {key}", problem, allowed)
+    return profile
+
+
+class _Format(msgspec.Struct):
+    """Only what says how to read the rest."""
+
+    format: int
+
+
+def _contradictions(profile: Profile) -> Iterator[tuple[str, str, str]]:
+    """(key, problem, allowed) of what a profile says against itself."""
+    num_layers = profile.num_layers
+    for side in ("sender", "receiver"):
+        model: ProfiledModel = getattr(profile, side)
+        if not model.kv or model.num_layers != num_layers:
+            yield f"{side}.kv", f"has {model.num_layers} layers", f"as many as receiver.kv, {num_layers}, at least 1"
+        if len(model.hidden) != model.num_layers + 1:
+            yield f"{side}.hidden", f"has {len(model.hidden)} entries", f"{model.num_layers + 1}: one more than kv"
+        for field in ("lineage_id", "kv", "hidden"):
+            value = getattr(model, field)
+            for index, text in enumerate((value,) if field == "lineage_id" else value):
+                if len(text) % 2:
+                    yield f"{side}.{field}[{index}]", "has half a byte", "hexadecimal digits, two a byte"
+        if model.lineage.id.hex() != model.lineage_id:
+            yield f"{side}.lineage_id", "is not that of its layers", "the digest of all entries of kv"
+    for index, layer in enumerate(profile.sensitivity):
+        if layer.layer >= num_layers:
+            yield f"sensitivity[{index}].layer", f"{layer.layer} is beyond the last", f"0 to {num_layers - 1}"
+    seen: dict[Group, int] = {}
+    for index, one in enumerate(profile.groups):
+        yield from _group_problem(f"groups[{index}].group", one.group, num_layers)
+        if one.group in seen:
+            yield f"groups[{index}].group", f"stands in groups[{seen[one.group]}] as well", "each group once"
+        seen[one.group] = index
+    losses = {one.group: one.quality.loss for one in profile.groups if one.quality is not None}
+    points = [(f"frontier[{index}]", one) for index, one in enumerate(profile.frontier)]
+    if profile.chosen is not None:
+        points.append(("chosen", profile.chosen))
+    for key, chosen in points:
+        yield from _group_problem(f"{key}.group", chosen.group, num_layers)
+        if chosen.layers != len(layer_group(chosen.group) or ()):
+            yield f"{key}.layers", f"{chosen.layers} is not the size of {chosen.group}", "the group's number of layers"
+        if chosen.group not in losses:
+            yield f"{key}.group", f"{chosen.group} has no measured quality", "a group of groups with a quality"
+        elif not math.isclose(chosen.loss, losses[chosen.group], rel_tol=1e-4, abs_tol=1e-6):
+            yield f"{key}.loss", f"{chosen.loss:g} is not what was measured", f"{losses[chosen.group]:g}"
+
+
+def _group_problem(key: str, group: Group, num_layers: int) -> Iterator[tuple[str, str, str]]:
+    if group is not None and not 0 <= group[0] < group[1] <= num_layers:
+        yield key, f"[{group[0]}, {group[1]}) is no range of layers", f"[start, stop) within 0 to {num_layers}, or null"
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write a profile so that readers see the old file or the new one, never a half.
+
+    Raises ConfigError for a profile that :func:`read_profile` would refuse (a figure that is not finite, say), for one that
+    would replace another pair's, and where the file cannot be written.
+    """
+    text = profile_text(profile)
+    parse_profile(text.encode(), str(path))
+    there = None
+    with suppress(ConfigError):  # what is no profile may be replaced
+        there = read_profile(path)
+    if there is not None and there.pair != profile.pair:
+        problem = f"holds the profile of sender {there.sender.name} and receiver {there.receiver.name}"
+        raise ConfigError(str(path), problem, "another file")
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with staging.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(staging, path)
+        finally:
+            staging.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be written: {error.strerror}", "a file in a writable folder") from None
+
+
+def profile_text(profile: Profile) -> str:
+    """JSON of a profile: fields in their order, one entry of a list a line, floats to ``DIGITS`` significant digits."""
+    data = _rounded(msgspec.to_builtins(profile))
+    parts = [f" {json.dumps(name)}: {_value_text(value)}" for name, value in data.items()]
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(f"  {json.dumps(item)}" for item in value) + "\n ]"
+    if isinstance(value, dict) and any(isinstance(item, dict | list) for item in value.values()):
+        return "{\n" + ",\n".join(f"  {json.dumps(name)}: {json.dumps(item)}" for name, item in value.items()) + "\n }"
+    return json.dumps(value)
+
+
+def _rounded(value: Any) -> Any:
+    """Builtins with floats rounded. NaN and infinity stay, and are refused when the text is read back."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value
+
+
+# --- stale or not -----------------------------------------------------------------------------------------------------
+
+
+def check_profile(profile: Profile, family: ResolvedFamily) -> str:
+    """Why a profile does not hold for the models of ``family`` as they are now; empty if it does."""
+    lineages = {name: model.lineage for name, model in family.models.items()}
+    return "" if pairs_of(profile, lineages) else stale_reason(profile, lineages)
+
+
+def pairs_of(profile: Profile, lineages: Mapping[str, Lineage]) -> tuple[tuple[str, str], ...]:
+    """(sender, receiver) pairs of the models in ``lineages`` for which a profile holds, the one that it names first.
+
+    By lineage, not by name: the same weights under another name behave alike. A sender must have the same KV and hidden
+    states, a receiver must be the same in every layer as a whole.
+    """
+    senders = [name for name, lineage in lineages.items() if not _changed(profile.sender, lineage, last=False)]
+    receivers = [name for name, lineage in lineages.items() if not _changed(profile.receiver, lineage, last=True)]
+    pairs = [(sender, receiver) for sender in senders for receiver in receivers]
+    return tuple(sorted(pairs, key=lambda pair: pair != profile.pair))
+
+
+def stale_reason(profile: Profile, lineages: Mapping[str, Lineage]) -> str:
+    """Why a profile does not hold for the very models that it names; empty if it does."""
+    for role, model in (("sender", profile.sender), ("receiver", profile.receiver)):
+        lineage = lineages.get(model.name)
+        if lineage is None:
+            return f"the {role} {model.name} is no model of the family, which has {', '.join(sorted(lineages))}"
+        changed = _changed(model, lineage, last=role == "receiver")
+        if changed:
+            return f"the {role} {model.name} is not the one that was profiled: {changed}"
+    return ""
+
+
+def _changed(model: ProfiledModel, lineage: Lineage, *, last: bool) -> str:
+    """What differs between a model then and now, by its first layer; ``last``: the last layer as a whole counts, too."""
+    if lineage.num_layers != model.num_layers:
+        return f"it had {model.num_layers} layers and has {lineage.num_layers}"
+    then, num_layers = model.lineage, model.num_layers
+    for layer in range(num_layers + last):
+        if then.hidden[layer] != lineage.hidden[layer]:
+            where = f"layer {layer - 1}" if layer else "what comes before layer 0 (embeddings, rope, settings, types)"
+            return f"{where} differs, {_short(then.hidden[layer])} then, {_short(lineage.hidden[layer])} now"
+        if layer < num_layers and then.kv[layer] != lineage.kv[layer]:
+            return f"layer {layer} differs, KV {_short(then.kv[layer])} then, {_short(lineage.kv[layer])} now"
+    return ""
+
+
+def _short(value: bytes) -> str:
+    return value.hex()[:8]
