@@ -27,7 +27,8 @@ T = TypeVar("T")
 class EngineRequest:
     """One request. Without ``sampling`` it is a prefill only (an order): no logits, no tokens.
 
-    ``taps`` are the transition layers whose entering hidden states are kept for publication.
+    ``taps`` are the transition layers whose entering hidden states are kept for publication. ``first_distribution`` asks for
+    ``Result.first_logprobs``.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class EngineRequest:
     plan: ReusePlan
     sampling: Sampling | None
     taps: tuple[int, ...] = ()
+    first_distribution: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,18 @@ class Counters:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished request. ``finish_reason``: stop, length, or prefill for an order."""
+    """A finished request. ``finish_reason``: stop, length, or prefill for an order.
+
+    ``first_logprobs`` (vocab,) float32, on request only: natural log probabilities of the first generated token as the model has
+    them, before temperature and filters.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str
     logprobs: tuple[TokenLogprob, ...]
+    first_logprobs: NDArray[np.float32] | None = field(default=None, compare=False)
 
 
 class EngineSink(Protocol):

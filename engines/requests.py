@@ -8,13 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvkin.engines.api import Arrival, Counters, EngineRequest, EngineSink, Result
 from kvkin.engines.layer_ops import LayerOps
 from kvkin.engines.recompute import decode_token, partial_prefill
-from kvkin.engines.sampling import Sampler
+from kvkin.engines.sampling import Sampler, log_distribution
 from kvkin.engines.text import TextStream
 from kvkin.engines.workspace import Workspace
 from kvkin.kv.errors import Cancelled
@@ -60,6 +62,7 @@ class RunningRequest:
         self._sampler = Sampler(request.sampling) if request.sampling else None
         self._generated: list[int] = []
         self._logprobs: list[TokenLogprob] = []
+        self._first_logprobs: NDArray[np.float32] | None = None
         self._waiting_since: float | None = None
         self.execution = self._begin(request.plan)
 
@@ -188,6 +191,8 @@ class RunningRequest:
         else:
             position = self._prompt + len(self._generated) - 1
             logits = decode_token(self._ops, self.space, self._generated[-1], position)
+        if not self._generated and self.request.first_distribution:
+            self._first_logprobs = log_distribution(logits)
         token, logprob = self._sampler.choose(logits)
         self._emit(token, logprob, sampling)
 
@@ -216,5 +221,6 @@ class RunningRequest:
             self._text.text if self._text else "",
             reason,
             tuple(self._logprobs),
+            self._first_logprobs,
         )
         self.sink.finished(result, self.space, self.counters)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvkin.kv.generation import Sampling, TokenLogprob
+
+
+def log_distribution(logits: Tensor) -> NDArray[np.float32]:
+    """Logits (vocab,) of any float dtype -> natural log probabilities (vocab,) float32 in host memory of their own."""
+    logprobs: NDArray[np.float32] = torch.log_softmax(logits.float(), dim=-1).cpu().numpy()
+    return logprobs
 
 
 class Sampler:

@@ -280,7 +280,8 @@ def request(
     request_id: str, token_ids: Sequence[int], plan: ReusePlan, model: str = "receiver", **options: Any
 ) -> EngineRequest:
     sampling = options.get("sampling", greedy())
-    return EngineRequest(request_id, model, tuple(token_ids), plan, sampling, options.get("taps", TAPS))
+    taps, first = options.get("taps", TAPS), options.get("first_distribution", False)
+    return EngineRequest(request_id, model, tuple(token_ids), plan, sampling, taps, first)
 
 
 def run_until_idle(bench: Bench, limit: int = 100_000) -> None:
