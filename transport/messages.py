@@ -196,7 +196,8 @@ class Models(msgspec.Struct, frozen=True, tag="model_list"):
 class NodeLoad(msgspec.Struct, frozen=True):
     """A node's measured state, sent with each heartbeat. Rates are moving averages (0: not measured yet).
 
-    ``pulled_bytes`` is what completed pulls of KV and E have brought since the node started, counted by the data plane."""
+    ``pulled_bytes`` is what completed pulls of KV and E have brought since the node started, counted by the data plane.
+    ``checks_*`` count checks for drift, since the node started: those that wait, whether one runs now (1), done, and given up."""
 
     running: int = 0
     waiting: int = 0
@@ -213,6 +214,10 @@ class NodeLoad(msgspec.Struct, frozen=True):
     finished: int = 0
     failed: int = 0
     pulled_bytes: int = 0
+    checks_waiting: int = 0
+    checks_running: int = 0
+    checks_done: int = 0
+    checks_dropped: int = 0
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -226,6 +231,31 @@ class NodeStatus(msgspec.Struct, frozen=True):
     last_seen_s: float
 
 
+class DriftStatus(msgspec.Struct, frozen=True):
+    """What checks against private runs showed of one pair of models. Running means, the older the less they count; nil before
+    the first sample.
+
+    ``state``: ``watching`` (too few samples, or no bound to keep), ``ok``, or ``off``: its bound was left, plans of the pair
+    are exact or private. ``since_s`` is how long that has been so. ``inherited`` of the ``samples`` built on blocks that were
+    tainted before. ``first_token``: share of checks in which the first token was the private one; ``agreement``: share of the
+    first tokens up to the first difference; ``divergence`` of the first token's distribution, in nats. ``min_*`` and
+    ``max_divergence`` are the bound (nil: none).
+    """
+
+    sender: str
+    receiver: str
+    state: str
+    since_s: float
+    samples: int
+    inherited: int
+    first_token: float | None
+    agreement: float | None
+    divergence: float | None
+    min_first_token: float | None
+    min_agreement: float | None
+    max_divergence: float | None
+
+
 class StatusReply(msgspec.Struct, frozen=True, tag="status_reply"):
     id: str
     router: str
@@ -234,6 +264,7 @@ class StatusReply(msgspec.Struct, frozen=True, tag="status_reply"):
     nodes: tuple[NodeStatus, ...]
     index_blocks: int
     counters: dict[str, int]
+    drift: tuple[DriftStatus, ...] = ()
 
 
 ClientRequest = Generate | Cancel | ListModels | AskStatus | Ping

@@ -10,7 +10,7 @@ import msgspec
 
 from kvkin.kv.layout import KVLayout
 from kvkin.kv.lineage import Lineage
-from kvkin.kv.plan import ReusePlan
+from kvkin.kv.plan import PlanKind, ReusePlan
 from kvkin.kv.provenance import Provenance
 from kvkin.transport.messages import NodeLoad, ReuseReport, Sampling, Timings, TokenLogprob
 
@@ -108,6 +108,34 @@ class OrderDone(msgspec.Struct, frozen=True, tag="order_done"):
     seconds: float
 
 
+class DriftSource(msgspec.Struct, frozen=True):
+    """A model whose KV a plan reuses approximately: its lineage id and name, and how. ``group`` are the recomputed layers
+    [start, stop) (none: full reuse, or token rows)."""
+
+    lineage_id: bytes
+    model: str
+    kind: PlanKind
+    group: tuple[int, int] | None = None
+
+
+class DriftSample(msgspec.Struct, frozen=True, tag="drift_sample"):
+    """What a check of ``request_id`` against a private run showed, told to every router (docs/operations.md, Drift).
+
+    ``receiver`` is the lineage id of the request's model, ``sources`` and ``inherited`` come back from ``DriftCheck``.
+    ``first_token``: both runs find the same first token most likely. ``agreement`` is the share of ``tokens`` first tokens up to the first
+    difference, ``divergence`` KL(private || reused) of the first token's distribution, in nats.
+    """
+
+    request_id: str
+    receiver: bytes
+    sources: tuple[DriftSource, ...]
+    first_token: bool
+    agreement: float
+    divergence: float
+    tokens: int
+    inherited: bool = False
+
+
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """The node stops now: what it held is gone, what still ran on it failed. Saves the router from waiting for silence."""
 
@@ -138,8 +166,22 @@ class SnapshotWanted(msgspec.Struct, frozen=True, tag="snapshot_wanted"):
     register: bool = False
 
 
+class DriftCheck(msgspec.Struct, frozen=True):
+    """Asks a node to compare a request with a private run of it, when it has nothing else to do: the first ``tokens`` tokens.
+
+    ``sources`` are the models whose KV the plan reuses approximately; ``inherited``: some of it was tainted before.
+    """
+
+    tokens: int
+    sources: tuple[DriftSource, ...]
+    inherited: bool = False
+
+
 class Execute(msgspec.Struct, frozen=True, tag="execute"):
-    """Run a request. ``root`` is the root hash of its blocks; ``source_addresses`` maps node names of the plan to addresses."""
+    """Run a request. ``root`` is the root hash of its blocks; ``source_addresses`` maps node names of the plan to addresses.
+
+    ``check``: the request was chosen to be checked for drift; none: it was not.
+    """
 
     request_id: str
     model: str
@@ -152,6 +194,7 @@ class Execute(msgspec.Struct, frozen=True, tag="execute"):
     source_addresses: dict[str, str]
     hash_ms: float = 0.0
     route_ms: float = 0.0
+    check: DriftCheck | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -176,5 +219,5 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Finish what runs, take nothing new."""
 
 
-NodeToRouter = Register | Holdings | Heartbeat | Generated | Done | Failed | OrderDone | Leave
+NodeToRouter = Register | Holdings | Heartbeat | Generated | Done | Failed | OrderDone | DriftSample | Leave
 RouterToNode = Registered | Refused | SnapshotWanted | Execute | Abort | PrefillOrder | Drain

@@ -93,6 +93,7 @@ def samples() -> dict[str, msgspec.Struct]:
     status = messages.NodeStatus("decode-0", "decode", "alive", "inc", ("qa",), load, 3, 0.5)
     chat = (messages.ChatMessage("user", "grüß dich"),)
     region = RegionAddress("ucx", 1, 4096, b"meta")
+    drifted = node_messages.DriftSource(b"s" * 16, "base", PlanKind.PARTIAL, (1, 2))
     found: list[msgspec.Struct] = [
         messages.Generate("1", "qa", None, None, chat, sampling, False, messages.Reuse.ANY, 0.1, False, 3.0, 5.0),
         messages.Cancel("1"),
@@ -113,6 +114,7 @@ def samples() -> dict[str, msgspec.Struct]:
         node_messages.Done("r-1", "yes", (7,), "stop", timings, report, logprobs),
         node_messages.Failed("r-1", "capacity", "full", True),
         node_messages.OrderDone("order-1", 48, 16, 0.5),
+        node_messages.DriftSample("r-1", b"l" * 16, (drifted,), True, 0.75, 0.25, 8, True),
         node_messages.Leave("inc"),
         node_messages.Registered("router-0", "inc", 1.0),
         node_messages.Refused("lineage", "other weights"),
