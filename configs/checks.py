@@ -6,6 +6,7 @@ Called by ``configs.loader`` once the tree is typed; ``configs.families`` checks
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterator
 
 from kvkin.configs.convert import child_key, suggest
@@ -28,6 +29,10 @@ def check_cluster(config: ClusterConfig) -> None:
         raise ConfigError("nodes", "no node has the role router", "at least one router")
     _check_ports(config)
     _check_timeouts(config.timeouts)
+    record = config.drift.record
+    if record is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", record):
+        problem = f"{record!r} is not the name of a folder in state_dir"
+        raise ConfigError("drift.record", problem, "letters, digits and . _ -, not beginning with . or -")
 
 
 def cluster_warnings(config: ClusterConfig) -> list[str]:
@@ -74,6 +79,11 @@ def _check_family(key: str, family: FamilyConfig) -> None:
             f"a multiple of {family.block_size}",
         )
     _check_layers(key, family)
+    listed = isinstance(family.profiles, tuple)
+    for index, path in enumerate(family.profiles if listed else (family.profiles,)):
+        if not path.strip():
+            where = f"{key}.profiles[{index}]" if listed else f"{key}.profiles"
+            raise ConfigError(where, "is empty", "a folder of profiles, or a list of their files")
 
 
 def _check_layers(key: str, family: FamilyConfig) -> None:

@@ -72,8 +72,11 @@ class FamilyConfig(_Section, frozen=True, kw_only=True):
     max_context_tokens: Count | None = None
     # Tokens computed and pulled at once, a multiple of block_size. Smaller starts the pipeline earlier, larger computes faster.
     chunk_tokens: Count = 512
-    # Recompute groups to use until profiles exist. The first entry that fits a (sender, receiver) pair counts.
+    # Recompute groups of pairs without a valid profile. The first entry that fits a (sender, receiver) pair counts.
     recompute_groups: tuple[RecomputeGroup, ...] = ()
+    # Measured pairs: a folder whose *.json files ``kvkin profile`` wrote, or a list of such files. Profiles are used where their
+    # models are unchanged, and only they admit approximate reuse under ``reuse: bounded``. None: no pair is profiled.
+    profiles: str | tuple[str, ...] = ()
 
 
 class _Node(_Section, frozen=True, tag_field="role", kw_only=True):
@@ -154,6 +157,28 @@ class PolicyConfig(_Section, frozen=True):
     spill_s: Seconds = 2.0
     # Most segments of one plan.
     max_segments: Annotated[int, Meta(ge=1, le=1024)] = 16
+    # Time to the first token that requests are to keep unless they say otherwise (``ttft_slo_s``); none: no target, the fastest
+    # plan within a request's quality bound is taken. With a target: of the plans that keep it the one with the least loss.
+    ttft_slo_s: Seconds | None = None
+    # Share of its cost by which an approximate plan must be better than the best exact one.
+    exact_preference: Annotated[float, Meta(ge=0, le=10)] = 0.1
+    # Contexts with fewer tokens are never ordered from prefill nodes.
+    min_order_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 256
+    # Fewer expected later requests than this are no reason to order a prefill in the background.
+    min_fan_out: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
+    # A prefill node with a longer queue, in seconds, gets no more orders.
+    max_pool_queue_s: Seconds = 30.0
+    # A request waits for a prefill that is ordered for it only if its first token then comes within this share of the time
+    # that the best plan without it takes.
+    live_margin: Annotated[float, Meta(gt=0, le=1)] = 0.7
+    # What opening a stream to another node costs, in seconds.
+    stream_overhead_s: Annotated[float, Meta(ge=0, le=60)] = 0.004
+    # Length of context, in tokens, at which attention costs as much as the rest of a layer.
+    context_half_tokens: Annotated[float, Meta(gt=0, le=1e9)] = 4096.0
+    # Speed of a node that has not measured its own yet: tokens through one layer a second.
+    default_layer_tokens_per_s: Annotated[float, Meta(gt=0, le=1e15)] = 10_000.0
+    # Bandwidth of a node that has not measured its own yet: bytes pulled a second.
+    default_pull_bytes_per_s: Annotated[float, Meta(gt=0, le=1e15)] = 1e9
 
 
 class RouterConfig(_Section, frozen=True):
@@ -167,6 +192,38 @@ class RouterConfig(_Section, frozen=True):
     scope: Annotated[str, Meta(min_length=1, max_length=64)] = "default"
     # Half-life of a node's load signal in seconds.
     load_half_life_s: Seconds = 5.0
+
+
+class DriftConfig(_Section, frozen=True):
+    """Watching reuse across models: a share of the requests that reuse another model's KV approximately runs once more,
+    privately, on a decode node that has nothing else to do. A pair of models that leaves its bound is switched off."""
+
+    # Share of those requests that is checked; 0: none. A check costs as much as a private prefill of its prompt.
+    share: Annotated[float, Meta(ge=0, le=1)] = 0.02
+    # First tokens of the answer that are compared.
+    tokens: Annotated[int, Meta(ge=1, le=256)] = 8
+    # How long a node must have had nothing to do before it begins a check. What arrives meanwhile goes first.
+    idle_s: Seconds = 0.5
+    # Checks that wait on one node, each with its prompt and one float per entry of the vocabulary; beyond it the oldest goes.
+    max_pending: Annotated[int, Meta(ge=1, le=4096)] = 16
+    # Checks of a pair before it may be switched off.
+    min_samples: Count = 16
+    # A check counts half as much as one that is so many checks younger.
+    half_life_samples: Annotated[float, Meta(ge=1, le=1e6)] = 32.0
+    # Bound on the share of checks whose first token is the private one. None: what the pair's profile measured, less margin; a
+    # pair without profile and without a bound is watched and never switched off.
+    min_first_token: Annotated[float, Meta(ge=0, le=1)] | None = None
+    # Bound on the share of the first tokens that are the private ones, up to the first difference; none: no such bound.
+    min_agreement: Annotated[float, Meta(ge=0, le=1)] | None = None
+    # Bound on the divergence of the first token's distribution, in nats; none: no such bound.
+    max_divergence: Annotated[float, Meta(gt=0, le=20)] | None = None
+    # See min_first_token.
+    margin: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    # Name of a folder in state_dir into which nodes write the prompts of checks, for kvkin profile; none: nothing is written.
+    # Prompts are private: ask your users.
+    record: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    # Most bytes of such records that one node keeps; the oldest go.
+    record_bytes: Bytes = 64 << 20
 
 
 class LimitsConfig(_Section, frozen=True):
@@ -237,6 +294,7 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     # Node name -> node.
     nodes: dict[str, NodeConfig]
     router: RouterConfig = RouterConfig()
+    drift: DriftConfig = DriftConfig()
     limits: LimitsConfig = LimitsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
     transport: TransportConfig = TransportConfig()

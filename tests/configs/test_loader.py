@@ -154,6 +154,14 @@ BROKEN: list[tuple[str, str, str, str]] = [
     ("host with port", edited(**{"nodes__decode-0__host": "127.0.0.1:80"}), "nodes.decode-0.host", "without a port"),
     ("host with scheme", edited(**{"nodes__decode-0__host": "tcp://127.0.0.1"}), "nodes.decode-0.host", "no address"),
     ("node name with a slash", edited(**{"nodes__a/b": {"role": "router"}}), "nodes.a/b", "node name"),
+    ("more than all requests", edited(drift__share=1.5), "drift.share", "from 0 to 1"),
+    ("a share in words", edited(drift__share="all"), "drift.share", "number"),
+    ("no token to compare", edited(drift__tokens=0), "drift.tokens", "from 1"),
+    ("a bound of nothing", edited(drift__max_divergence=0), "drift.max_divergence", "above 0"),
+    ("a record outside of state_dir", edited(drift__record="../prompts"), "drift.record", "state_dir"),
+    ("a hidden record", edited(drift__record="..", state_dir="x"), "drift.record", "beginning"),
+    ("record is a folder", edited(drift__record=True), "drift.record", "text"),
+    ("unknown drift key", edited(drift__min_sample=4), "drift.min_sample", "did you mean 'min_samples'"),
     ("dead before a heartbeat", edited(timeouts__node_dead_s=1), "timeouts.node_dead_s", "heartbeat"),
 ]  # fmt: skip
 
@@ -292,6 +300,13 @@ def clusters(draw: st.DrawFn) -> schema.ClusterConfig:
             node_names[0]: schema.RouterNode(),
             node_names[1]: worker(port=draw(st.integers(1, 5000)), models=(model_names[-1],), kv_bytes=draw(sizes)),
         },
+        drift=schema.DriftConfig(
+            share=draw(st.floats(0, 1)),
+            idle_s=draw(seconds),
+            max_divergence=draw(st.none() | st.floats(2**-10, 20)),
+            record=draw(st.none() | st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,9}", fullmatch=True)),
+            record_bytes=draw(sizes),
+        ),
         router=schema.RouterConfig(policy=schema.PolicyConfig(beta=draw(st.floats(0, 1000))), scope=draw(texts)),
         limits=schema.LimitsConfig(max_request_bytes=draw(sizes)),
         timeouts=schema.TimeoutsConfig(pull_s=draw(seconds), lease_s=draw(seconds)),
