@@ -79,10 +79,11 @@ def _check_family(key: str, family: FamilyConfig) -> None:
             f"a multiple of {family.block_size}",
         )
     _check_layers(key, family)
-    listed = isinstance(family.profiles, tuple)
-    for index, path in enumerate(family.profiles if listed else (family.profiles,)):
+    folder = isinstance(family.profiles, str)
+    paths = (family.profiles,) if isinstance(family.profiles, str) else family.profiles
+    for index, path in enumerate(paths):
         if not path.strip():
-            where = f"{key}.profiles[{index}]" if listed else f"{key}.profiles"
+            where = f"{key}.profiles" if folder else f"{key}.profiles[{index}]"
             raise ConfigError(where, "is empty", "a folder of profiles, or a list of their files")
 
 

@@ -18,6 +18,7 @@ from kvkin.configs.checks import cluster_warnings, is_loopback
 from kvkin.configs.convert import child_key, suggest
 from kvkin.configs.digests import Progress
 from kvkin.configs.numerics import resolve_compute_dtype, resolve_device
+from kvkin.configs.pairs import FamilyProfiles, load_profiles
 from kvkin.configs.prompt_files import TokenizerIdentity
 from kvkin.configs.schema import ClusterConfig, FamilyConfig
 from kvkin.kv.errors import ConfigError
@@ -52,6 +53,8 @@ class ResolvedFamily(msgspec.Struct, frozen=True):
     # members whose tokenizer adds tokens to the family's: prompts that hold one get the member's own root
     own_root: frozenset[str]
     warnings: tuple[str, ...]
+    # read for all members only (routers, config check), empty on nodes
+    profiles: FamilyProfiles = FamilyProfiles()
 
     @property
     def base(self) -> ModelIdentity:
@@ -90,7 +93,8 @@ class ResolvedFamily(msgspec.Struct, frozen=True):
         return self.base.chat_template if own is None else own
 
     def group(self, sender: str, receiver: str) -> LayerGroup | None:
-        """Layers that ``receiver`` recomputes when it reuses KV of ``sender``: the first entry that fits; None if none does."""
+        """Layers that ``receiver`` recomputes when it reuses KV of ``sender`` without a profile: the first entry that fits; None
+        if none does."""
         for entry in self.config.recompute_groups:
             if entry.sender in ("*", sender) and entry.receiver in ("*", receiver):
                 return LayerGroup(*entry.group)
@@ -163,6 +167,13 @@ def resolve_family(
             own_root.add(member)
         warnings += _member_warnings(member_key, model, base)
         members[member] = model
+    layout = base.layout(compute_dtype, family.block_size)
+    profiles = FamilyProfiles()
+    if models is None:
+        lineages = {member: model.lineage for member, model in members.items()}
+        strangers = [model for other in config.families.values() for model in other.models if model not in members]
+        profiles = load_profiles(family, lineages, layout, strangers)
+        warnings += profiles.warnings(name)
     return ResolvedFamily(
         name=name,
         config=family,
@@ -170,10 +181,11 @@ def resolve_family(
         compute_dtype=compute_dtype,
         models={member: members[member] for member in family.models if member in members},
         tokenizer=base.tokenizer,
-        layout=base.layout(compute_dtype, family.block_size),
+        layout=layout,
         max_context_tokens=max_context,
         own_root=frozenset(own_root),
         warnings=tuple(warnings),
+        profiles=profiles,
     )
 
 

@@ -61,6 +61,7 @@ __all__ = [
     "layer_group",
     "pairs_of",
     "parse_profile",
+    "profile_data",
     "profile_name",
     "profile_point",
     "profile_text",
@@ -89,16 +90,20 @@ def profile_name(sender: str, receiver: str) -> str:
 
 def read_profile(path: Path) -> Profile:
     """The profile in ``path``. Raises ConfigError with path and key for what cannot be read or contradicts itself."""
+    return parse_profile(profile_data(path), str(path))
+
+
+def profile_data(path: Path) -> bytes:
+    """The bytes of a profile's file. Raises ConfigError if they cannot be read."""
     try:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
             raise ConfigError(str(path), f"{size} bytes are no profile", f"at most {MAX_FILE_BYTES} bytes")
-        data = path.read_bytes()
+        return path.read_bytes()
     except FileNotFoundError:
         raise ConfigError(str(path), "no such file", "a file that kvkin profile wrote") from None
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}", "a readable file") from None
-    return parse_profile(data, str(path))
 
 
 def parse_profile(data: bytes, source: str) -> Profile:
