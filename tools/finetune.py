@@ -1,9 +1,10 @@
-"""``kvkin finetune``: train a LoRA adapter of a family's base, save it, reload it, and score it against the base.
+"""``kvkin finetune``: train a fine-tune of a family's base, save it, reload it, and score it against the base.
 
-Runs in its own process, on the CPU, in float32. Stages: read and split the data, train (``finetune_loop.py``), save the
-adapter in bfloat16, load it again from disk onto a fresh base, score both on the same held-out prompts
-(``finetune_probes.py``), write the card (``finetune_card.py``). LoRA: Hu et al., 2021, through peft. Adapters with
-``layers`` limited to the upper ones leave the lower layers bit-identical to the base, whose KV they then share exactly.
+Runs in its own process, on the CPU, in float32. Stages: read and split the data, train (``finetune_loop.py``), save what
+was trained, load it again from disk, score base and fine-tune on the same held-out prompts (``finetune_probes.py``), write
+the card (``finetune_card.py``). Two methods: a LoRA adapter (Hu et al., 2021, through peft; ``finetune_adapter.py``) or a
+checkpoint with all parameters tuned (``finetune_full.py``). With ``layers`` limited to the upper ones either leaves the
+lower layers bit-identical to the base, whose KV it then shares exactly.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tyro
 from kvkin.kv.errors import ConfigError
 from kvkin.tools.finetune_card import Card, write_card
 from kvkin.tools.finetune_data import Corpus, Probe, Prompts, Sample, epoch_samples, read_qa, read_text
+from kvkin.tools.finetune_method import METHODS, check_method
 from kvkin.tools.finetune_probes import METRICS, Scores, gain, probes, run_probes
 from kvkin.tools.finetune_progress import Reporter
 from kvkin.tools.smollm2 import prepare_base
@@ -27,7 +29,6 @@ from kvkin.tools.smollm2 import prepare_base
 if TYPE_CHECKING:
     from kvkin.tools.finetune_loop import Progress
 
-ADAPTER_FILE = "adapter_model.safetensors"
 CHECKPOINT_FILE = "checkpoint.pt"
 EXIT_INTERRUPTED = 130  # what a shell shows after Ctrl-C
 # Settings that do not change what is trained: a resumed run may choose them anew.
@@ -36,7 +37,17 @@ _FREE_ON_RESUME = {"base", "data", "out", "threads", "eval_samples", "resume", "
 
 @dataclass(frozen=True)
 class Finetune:
-    """Train a LoRA adapter on question answering (SQuAD format) or plain text, and score it before and after."""
+    """Fine-tune a base on question answering (SQuAD format) or plain text, and score it before and after.
+
+    --method lora trains small matrices beside the weights: megabytes on disk, little memory, many adapters of one base
+    side by side. It is what a fleet of fine-tunes wants.
+
+    --method full trains the weights themselves: a checkpoint as large as the base, and 16 bytes of memory for each trained
+    parameter besides the activations. It is for a model that must move far from its base; less of its KV can be reused then.
+
+    A cluster file names the result as "adapter:" or as "checkpoint:" of a member. With --layers A-B either leaves the layers
+    below A as they are, and shares their KV exactly.
+    """
 
     task: Literal["qa", "code"]
     """What is learned: extractive question answering, or the continuation of plain text such as source code."""
@@ -45,28 +56,35 @@ class Finetune:
     """qa: a SQuAD-format JSON file. code: a folder or file of text, or 'stdlib' for this Python's own sources."""
 
     out: Path
-    """Folder for the adapter and its card; while a run is unfinished it holds the checkpoint too."""
+    """Folder for the adapter or the checkpoint, and its card; while a run is unfinished it holds the checkpoint too."""
+
+    method: Literal["lora", "full"] = "lora"
+    """A LoRA adapter, or a checkpoint in which all parameters of the layers are tuned."""
 
     base: Path | None = None
     """Folder of the base model (safetensors with tokenizer); default: SmolLM2-135M-Instruct, converted on first use."""
 
     base_name: str = ""
-    """Name of the base that the adapter's config refers to; default: the base folder's own name."""
+    """Name of the base in the card and in the adapter's config; default: the base folder's own name."""
 
     rank: int = 16
-    """Rank of the LoRA matrices (1 to 256)."""
+    """lora: rank of the matrices (1 to 256)."""
 
     alpha: float | None = None
-    """LoRA scale times rank; default: twice the rank."""
+    """lora: scale times rank; default: twice the rank."""
 
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Names of the linear modules that get LoRA matrices."""
+    """lora: names of the linear modules that get matrices."""
 
     layers: str = "all"
-    """Layers that the adapter touches, half-open: '15-30' is layer 15 up to and without 30."""
+    """Layers that are trained, half-open: '15-30' is layer 15 up to and without 30; full: 'all' has the final norm too."""
 
-    learning_rate: float = 5e-4
-    """Peak learning rate of AdamW, after a linear warm-up and before a cosine decay to a tenth."""
+    train_embeddings: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """full: train embeddings and output head as well; the result shares no KV with its base then."""
+
+    learning_rate: float | None = None
+    """Peak learning rate of AdamW, after a linear warm-up and before a cosine decay to a tenth; default: 5e-4 for lora,
+    1e-4 for full."""
 
     epochs: int = 3
     """Passes over the training split, unless max_tokens_budget ends the run before."""
@@ -81,7 +99,7 @@ class Finetune:
     """Sequences per optimizer step."""
 
     seed: int = 0
-    """Seed of the adapter's start values and of the order of the samples; the split does not depend on it."""
+    """Seed of an adapter's start values and of the order of the samples; the split does not depend on it."""
 
     threads: int = 0
     """CPU threads of torch; 0 leaves torch's own choice."""
@@ -96,7 +114,7 @@ class Finetune:
     """Continue the interrupted run in out, from its checkpoint."""
 
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Replace an adapter or checkpoint that out already holds."""
+    """Replace the result or the unfinished run that out already holds."""
 
     def run(self) -> int:
         """Train, save, score, write the card. Returns the exit code: 0, or 130 after Ctrl-C with a checkpoint kept."""
@@ -128,7 +146,8 @@ class Finetune:
                 raise ConfigError(key, f"{value} is too small", f"{least} or more")
         if self.rank > 256:
             raise ConfigError("rank", f"{self.rank} is too large", "1 to 256")
-        if not 0 < self.learning_rate < 1:
+        check_method(self)
+        if not 0 < self.peak_rate < 1:
             raise ConfigError("learning_rate", f"{self.learning_rate}", "above 0 and below 1")
         if self.alpha is not None and not self.alpha > 0:
             raise ConfigError("alpha", f"{self.alpha}", "above 0")
@@ -138,16 +157,25 @@ class Finetune:
             raise ConfigError("base", f"{self.base} holds no config.json", "a folder with a checkpoint in safetensors")
         if self.resume and self.overwrite:
             raise ConfigError("resume", "given together with overwrite", "one of them")
-        for file in (ADAPTER_FILE, CHECKPOINT_FILE):
-            if (self.out / file).exists() and not (self.overwrite or self.resume):
-                raise ConfigError("out", f"{self.out} already holds {file}", "--resume, --overwrite or another folder")
+        for pattern in (METHODS[self.method].results, CHECKPOINT_FILE):
+            found = next(self.out.glob(pattern), None)
+            if found is not None and not (self.overwrite or self.resume):
+                raise ConfigError(
+                    "out", f"{self.out} already holds {found.name}", "--resume, --overwrite or another folder"
+                )
+
+    @property
+    def peak_rate(self) -> float:
+        return METHODS[self.method].learning_rate if self.learning_rate is None else self.learning_rate
 
     def recipe(self) -> dict[str, object]:
         """The settings that decide what is trained, as JSON values: what the card states and a resumed run must share."""
+        left_out = _FREE_ON_RESUME.union(METHODS[self.method].foreign)
+        settings = asdict(self) | {"learning_rate": self.peak_rate}
         return {
             key: list(value) if isinstance(value, tuple) else value
-            for key, value in asdict(self).items()
-            if key not in _FREE_ON_RESUME
+            for key, value in settings.items()
+            if key not in left_out
         }
 
     def _run(self, stop: Any, reporter: Reporter) -> None:
@@ -157,6 +185,8 @@ class Finetune:
         if self.threads:
             torch.set_num_threads(self.threads)
         base = self.base if self.base is not None else prepare_base(Path.cwd())
+        if self.out.resolve() == base.resolve():
+            raise ConfigError("out", f"{self.out} is the base's own folder", "another folder")
         prompts = Prompts(AutoTokenizer.from_pretrained(str(base)))
         corpus = read_qa(Path(self.data)) if self.task == "qa" else read_text(self.data)
         sizes = {name: len(groups) for name, groups in corpus.splits.items()}
@@ -179,6 +209,7 @@ class Finetune:
                 before=before,
                 after=after,
                 texts=texts,
+                stored_type=METHODS[self.method].stored_type(base),
             ),
         )
         if held_out:
@@ -201,23 +232,15 @@ class Finetune:
         return samples
 
     def _train(self, base: Path, corpus: Corpus, prompts: Prompts, stop: Any, reporter: Reporter) -> Progress:
-        from kvkin.tools.finetune_adapter import add_adapter, save_adapter
         from kvkin.tools.finetune_loop import Trainer
 
         samples = self._samples(corpus, prompts)
-        model = add_adapter(
-            base,
-            rank=self.rank,
-            alpha=2 * self.rank if self.alpha is None else self.alpha,
-            targets=self.targets,
-            layers=self.layers,
-            seed=self.seed,
-        )
+        model = METHODS[self.method].open(self, base)
         trainer = Trainer(
             model,
             samples,
             batch_samples=self.batch_samples,
-            learning_rate=self.learning_rate,
+            learning_rate=self.peak_rate,
             checkpoint=self.out / CHECKPOINT_FILE,
             fingerprint=self.recipe() | {"data_digest": corpus.digest},
         )
@@ -225,21 +248,21 @@ class Finetune:
             trainer.restore()
         with reporter.training(samples, self.batch_samples, trainer.progress) as on_sample:
             progress = trainer.run(stop, on_sample)
-        save_adapter(model, self.out, base_name=self.base_name or base.name)
+        METHODS[self.method].save(self, model, base)
         return progress
 
     def _score(
         self, base: Path, prompts: Prompts, held_out: list[Probe], stop: Any, reporter: Reporter
     ) -> tuple[Scores, Scores, tuple[list[str], list[str]]]:
-        """Scores of the base, and of the same fresh base with the adapter as it lies on disk."""
-        from kvkin.tools.finetune_adapter import load_adapter, load_base
+        """Scores of the base, and of the fine-tune as it lies on disk."""
+        from kvkin.tools.finetune_adapter import load_base
 
         if not held_out:
             return Scores((), ()), Scores((), ()), ([], [])
         model = load_base(base)
         with reporter.scoring("base", len(held_out)) as on_prompt:
             before, old = run_probes(model, prompts, held_out, METRICS[self.task], _stoppable(on_prompt, stop))
-        model = load_adapter(model, self.out)
+        model = METHODS[self.method].load(self, model)
         with reporter.scoring("fine-tune", len(held_out)) as on_prompt:
             after, new = run_probes(model, prompts, held_out, METRICS[self.task], _stoppable(on_prompt, stop))
         return before, after, (old, new)

@@ -1,6 +1,6 @@
 """The model card of a fine-tune: ``kvkin_card.json`` for machines and ``README.md`` for people, from the same facts.
 
-Called by ``finetune.py`` once an adapter is trained, saved and scored. Cards name data and base, never paths.
+Called by ``finetune.py`` once an adapter or a checkpoint is trained, saved and scored. Cards name data and base, never paths.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Card:
     before: Scores
     after: Scores
     texts: tuple[Sequence[str], Sequence[str]]
+    stored_type: str = "bfloat16"
 
 
 def write_card(out: Path, card: Card) -> None:
@@ -68,7 +69,7 @@ def card_facts(card: Card) -> dict[str, Any]:
     if card.probes:
         facts["scores"] = {
             "metric": card.metric,
-            "decoding": "greedy, float32, adapter reloaded from bfloat16",
+            "decoding": f"greedy, float32, {_result(card.settings)} reloaded from {card.stored_type}",
             "prompts_blake2b": probes_digest(card.probes),
             "before": card.before.as_dict(),
             "after": card.after.as_dict(),
@@ -86,6 +87,11 @@ def card_facts(card: Card) -> dict[str, Any]:
             for probe, before, after in list(zip(card.probes, old, new, strict=True))[:NUM_EXAMPLES]
         ]
     return facts
+
+
+def _result(settings: Mapping[str, Any]) -> str:
+    """What came out: cards of the first version knew adapters only and do not say."""
+    return "checkpoint" if settings.get("method") == "full" else "adapter"
 
 
 def weights_digest(base: Path) -> str:
@@ -110,25 +116,37 @@ def readme(name: str, facts: Mapping[str, Any]) -> str:
         f"{training['seconds'] / 60:.0f} minutes; loss {_curve(training['loss_curve'])}"
     )
     layers = "all layers" if settings["layers"] == "all" else f"layers {settings['layers']} (half-open)"
-    shape = f"rank {settings['rank']}, {layers}, {', '.join(settings['targets'])}; bfloat16"
+    result = _result(settings)
+    if result == "checkpoint":
+        kind, command, what = "fully tuned checkpoint", "kvkin finetune --method full", "Trained"
+        shape = f"all parameters of {layers}{_outside_layers(settings)}; the rest is the base's, bit for bit"
+    else:
+        kind, command, what = "LoRA adapter", "kvkin finetune", "Adapter"
+        shape = f"rank {settings['rank']}, {layers}, {', '.join(settings['targets'])}; bfloat16"
     lines = [
         f"# {name}",
         "",
-        f"A LoRA adapter of {facts['base']['name']}, made with `kvkin finetune --task {facts['task']}`.",
+        f"A {kind} of {facts['base']['name']}, made with `{command} --task {facts['task']}`.",
         "",
         f"- **Data**: {data['name']} (BLAKE2b {data['blake2b']}){note}",
         f"- **Split** by {unit}, {split['rule']}: {parts} (listed in kvkin_card.json)",
-        f"- **Adapter**: {shape}",
+        f"- **{what}**: {shape}",
         f"- **Training**: {recipe}",
         f"- **Made with**: {', '.join(f'{key} {value}' for key, value in facts['versions'].items())}",
         "",
     ]
     if "scores" in facts:
-        lines += _score_lines(facts["scores"])
+        lines += _score_lines(facts["scores"], result)
     return "\n".join(lines)
 
 
-def _score_lines(scores: Mapping[str, Any]) -> list[str]:
+def _outside_layers(settings: Mapping[str, Any]) -> str:
+    if settings["layers"] != "all":
+        return ""
+    return ", final norm, embeddings and head" if settings["train_embeddings"] else " and the final norm"
+
+
+def _score_lines(scores: Mapping[str, Any], result: str) -> list[str]:
     gained = scores["gain"]
     rows = [
         f"| {kind} | {before['n']} | {before['mean']:.3f} | {scores['after'][kind]['mean']:.3f} |"
@@ -139,7 +157,7 @@ def _score_lines(scores: Mapping[str, Any]) -> list[str]:
         "",
         f"{scores['metric']}; {scores['decoding']}; identical prompts for both.",
         "",
-        "| prompts | n | base | this adapter |",
+        f"| prompts | n | base | this {result} |",
         "|---|---|---|---|",
         *rows,
         "",

@@ -1,4 +1,4 @@
-"""The training loop of ``kvkin finetune``: LoRA steps over a fixed list of samples, resumable to the very step.
+"""The training loop of ``kvkin finetune``: steps over a fixed list of samples, resumable to the very step.
 
 Called by ``finetune.py`` in its own process. A checkpoint holds the trained weights, optimizer, schedule, torch's random
 state and the number of finished steps; since the samples are a function of data and seed, that is all a run needs to go
@@ -19,11 +19,13 @@ from types import FrameType
 from typing import Any
 
 import torch
+from peft import PeftModel
 
 from kvkin.kv.errors import ConfigError
 from kvkin.tools.finetune_data import IGNORED, Sample
 
 CHECKPOINT_EVERY_S = 120.0
+_BEFORE_THERE_WAS_A_CHOICE = {"method": "lora"}  # what a checkpoint means that does not say it
 WARMUP_SHARE = 0.06  # of all steps, rising linearly; then a cosine down to a tenth
 
 
@@ -81,7 +83,7 @@ def save_atomically(path: Path, payload: Mapping[str, Any]) -> None:
 
 
 class Trainer:
-    """LoRA training of ``model``'s trainable parameters; ``fingerprint`` says which run a checkpoint belongs to."""
+    """Training of those parameters of ``model`` that have gradients; ``fingerprint`` says which run a checkpoint is of."""
 
     def __init__(
         self,
@@ -171,8 +173,9 @@ class Trainer:
         if not self.checkpoint.is_file():
             raise ConfigError("resume", f"no checkpoint at {self.checkpoint}", "the out folder of an interrupted run")
         state = torch.load(self.checkpoint, weights_only=True)
+        made_with = _BEFORE_THERE_WAS_A_CHOICE | state["fingerprint"]
         for key, now in self.fingerprint.items():
-            then = state["fingerprint"].get(key)
+            then = made_with.get(key)
             if then != now:
                 raise ConfigError("resume", f"the checkpoint was made with {key}={then!r}, not {now!r}", f"{then!r}")
         with torch.no_grad():
@@ -190,10 +193,9 @@ def sample_loss(model: Any, sample: Sample) -> torch.Tensor:
     Only the hidden states that predict a target go through the output head: with a vocabulary of 49,152 it costs a
     fifth of a small model's work, and most tokens of a question's context are no targets.
     """
-    causal = model.get_base_model()
-    hidden = causal.model(input_ids=torch.tensor([sample.ids]), use_cache=False).last_hidden_state[
-        0
-    ]  # (tokens, hidden)
+    causal = model.get_base_model() if isinstance(model, PeftModel) else model
+    out = causal.model(input_ids=torch.tensor([sample.ids]), use_cache=False)
+    hidden = out.last_hidden_state[0]  # (tokens, hidden)
     labels = torch.tensor(sample.labels)[1:]
     rows = (labels != IGNORED).nonzero()[:, 0]
     logits = causal.get_output_embeddings()(hidden[:-1][rows])  # (targets, vocab)

@@ -6,14 +6,13 @@ import io
 import json
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from finetune_jobs import interrupt_after, write_squad
 from rich.console import Console
 from safetensors.torch import load_file
 from tiny_models import make_tiny
@@ -36,26 +35,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def squad(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twenty articles with two paragraphs of two questions each."""
-    articles = [
-        {
-            "title": f"Town_{town}",
-            "paragraphs": [
-                {
-                    "context": f"Town {town} has {town + 3} {kind}s.",
-                    "qas": [
-                        {"question": f"What has {town + 3}?", "answers": [{"text": kind}]},
-                        {"question": f"How many {kind}s?", "answers": [{"text": f"{town + 3}"}, {"text": "some"}]},
-                    ],
-                }
-                for kind in ("bridge", "tower")
-            ],
-        }
-        for town in range(20)
-    ]
-    path = tmp_path_factory.mktemp("data") / "towns.json"
-    path.write_text(json.dumps({"version": "1.1", "data": articles}))
-    return path
+    return write_squad(tmp_path_factory.mktemp("data") / "towns.json")
 
 
 @pytest.fixture
@@ -84,31 +64,6 @@ def _adapter(job: Finetune) -> dict[str, torch.Tensor]:
 def _card(job: Finetune) -> dict[str, Any]:
     card: dict[str, Any] = json.loads((job.out / "kvkin_card.json").read_text())
     return card
-
-
-@contextmanager
-def _interrupt_after(num_samples: int, monkeypatch: pytest.MonkeyPatch, times: int = 1) -> Iterator[None]:
-    """Send this process ``times`` SIGINTs once ``num_samples`` training samples are done."""
-    original = Reporter.training
-    count = 0
-
-    @contextmanager
-    def training(self: Reporter, *args: Any) -> Iterator[Any]:
-        with original(self, *args) as on_sample:
-
-            def wrapped(*seen: Any) -> None:
-                nonlocal count
-                on_sample(*seen)
-                count += 1
-                if count == num_samples:
-                    for _ in range(times):
-                        signal.raise_signal(signal.SIGINT)
-
-            yield wrapped
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Reporter, "training", training)
-        yield
 
 
 def test_a_run_writes_adapter_config_and_card(job: Finetune) -> None:
@@ -152,7 +107,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     assert whole.run() == 0
     job = replace(job, eval_samples=0)
     handler = signal.getsignal(signal.SIGINT)
-    with _interrupt_after(num_samples, monkeypatch):
+    with interrupt_after(num_samples, monkeypatch):
         assert job.run() == EXIT_INTERRUPTED
     assert signal.getsignal(signal.SIGINT) is handler
     assert [path.name for path in job.out.iterdir()] == ["checkpoint.pt"]
@@ -186,12 +141,12 @@ def test_interrupt_while_scoring_keeps_the_training(job: Finetune, monkeypatch: 
 
 
 def test_a_second_interrupt_stops_at_once(job: Finetune, monkeypatch: pytest.MonkeyPatch) -> None:
-    with _interrupt_after(3, monkeypatch, times=2), pytest.raises(KeyboardInterrupt):
+    with interrupt_after(3, monkeypatch, times=2), pytest.raises(KeyboardInterrupt):
         job.run()
 
 
 def test_resume_refuses_another_run(job: Finetune, monkeypatch: pytest.MonkeyPatch) -> None:
-    with _interrupt_after(3, monkeypatch):
+    with interrupt_after(3, monkeypatch):
         job.run()
     with pytest.raises(ConfigError, match=r"^resume: .*learning_rate=0\.01, not 0\.02"):
         replace(job, resume=True, learning_rate=0.02).run()
