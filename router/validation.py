@@ -56,15 +56,11 @@ def _check_generate(message: Generate, settings: RouterSettings) -> None:
         raise InvalidRequest(f"exactly one of prompt, token_ids, messages is given, not {', '.join(given) or 'none'}")
     _check_input(message, model, limits)
     _check_sampling(message.sampling, model, limits)
-    loss, hint, deadline_s = message.max_loss, message.share_hint, message.deadline_s
+    loss, hint = message.max_loss, message.share_hint
     _require(math.isfinite(loss) and loss >= 0, "max_loss", loss, "a finite number, at least 0")
     _require(math.isfinite(hint), "share_hint", hint, "a finite number")
-    _require(
-        deadline_s is None or (math.isfinite(deadline_s) and deadline_s > 0),
-        "deadline_s",
-        deadline_s,
-        "above 0 seconds",
-    )
+    for name, seconds in (("deadline_s", message.deadline_s), ("ttft_slo_s", message.ttft_slo_s)):
+        _require(seconds is None or (math.isfinite(seconds) and seconds > 0), name, seconds, "above 0 seconds")
 
 
 def _check_input(message: Generate, model: ModelSettings, limits: Limits) -> None:

@@ -104,13 +104,15 @@ class AsyncClient:
         publish: bool = True,
         share_hint: float = -1.0,
         deadline_s: float | None = None,
+        ttft_slo_s: float | None = None,
         timeout_s: float | None = None,
         stream: bool = True,
     ) -> AnswerStream:
         """An answer as it is made: iterate over it inside ``async with``. Leaving early cancels the request.
 
         ``max_tokens`` is short for ``sampling=Sampling(max_tokens=...)``. ``deadline_s`` is enforced by the router,
-        ``timeout_s`` by this client, from the moment that the request is sent.
+        ``timeout_s`` by this client, from the moment that the request is sent. ``ttft_slo_s`` is no deadline: it chooses the
+        plan, see docs/protocol.md.
         """
         chosen = sampling or Sampling()
         if max_tokens is not None:
@@ -128,6 +130,7 @@ class AsyncClient:
             publish=publish,
             share_hint=share_hint,
             deadline_s=deadline_s,
+            ttft_slo_s=ttft_slo_s,
         )
         return AnswerStream(self, message, timeout_s)
 

@@ -19,12 +19,14 @@ PROTOCOL_VERSION = 1
 
 
 class Reuse(enum.StrEnum):
-    """What a request allows: exact plans only, profiled ones within ``max_loss``, anything, or nothing at all."""
+    """What a request allows: exact plans only, profiled ones within ``max_loss``, anything, or nothing at all; ``own``: what any
+    engine's prefix cache does, the exact blocks of the same model on the node that answers."""
 
     EXACT = "exact"
     BOUNDED = "bounded"
     ANY = "any"
     OFF = "off"
+    OWN = "own"
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -40,6 +42,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
 
     ``id`` is the client's own, unique among its running requests. ``publish`` off leaves nothing behind that later
     requests could hit. ``share_hint`` is how many later requests are expected to start with this prompt (negative: unknown).
+    ``ttft_slo_s`` asks for the plan of the least loss whose first token is expected that soon (none: the cluster's default).
     """
 
     id: str
@@ -54,6 +57,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
     publish: bool = True
     share_hint: float = -1.0
     deadline_s: float | None = None
+    ttft_slo_s: float | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -142,8 +146,41 @@ class SegmentReport(msgspec.Struct, frozen=True):
     bytes_pulled: int = 0
 
 
+class Alternative(msgspec.Struct, frozen=True):
+    """A plan that the router weighed: ``ttft_s`` is its estimated time to first token, ``loss`` nil where it was never profiled.
+
+    ``group`` are the layers that the longest approximately reused span recomputes (nil: none is, or there is no such span).
+    """
+
+    node: str
+    kind: PlanKind
+    group: tuple[int, int] | None
+    loss: float | None
+    ttft_s: float
+    sources: tuple[str, ...]
+    chosen: bool = False
+
+
+class DecisionInputs(msgspec.Struct, frozen=True):
+    """What the router went by when it chose the plan, as it was then.
+
+    ``slo_s`` is the target for the first token (nil: none), ``ttft_s`` the chosen plan's estimate and ``queue_s`` the wait in it.
+    ``pull_bytes_per_s`` from the plan's first other node (the best alternative's if it has none, 0: nothing to pull from
+    anybody), ``prefill_layer_tokens_per_s`` of the chosen node: measured, or the defaults until they are.
+    """
+
+    max_loss: float
+    slo_s: float | None
+    ttft_s: float
+    queue_s: float
+    pull_bytes_per_s: float
+    prefill_layer_tokens_per_s: float
+    considered: tuple[Alternative, ...] = ()
+
+
 class ReuseReport(msgspec.Struct, frozen=True):
-    """What reuse did for a request. ``fallback`` says why the plan was given up (empty: it was not)."""
+    """What reuse did for a request. ``fallback`` says why the plan was given up (empty: it was not). ``inputs`` are added by the
+    router."""
 
     kind: PlanKind
     quality: Quality
@@ -156,6 +193,7 @@ class ReuseReport(msgspec.Struct, frozen=True):
     reason: str
     fallback: str = ""
     planned: PlanKind = PlanKind.PRIVATE
+    inputs: DecisionInputs | None = None
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
