@@ -140,6 +140,32 @@ def samples() -> dict[str, msgspec.Struct]:
     return {tag(type(message)): message for message in found}
 
 
+def later_samples() -> dict[str, msgspec.Struct]:
+    """Client messages with the fields that were added since, under the name of their golden frame."""
+    found = samples()
+    inputs = messages.DecisionInputs(
+        0.05,
+        0.5,
+        0.25,
+        0.125,
+        1e9,
+        4e4,
+        (
+            messages.Alternative("decode-0", PlanKind.PARTIAL, (1, 2), 0.02, 0.25, ("prefill-0",), True),
+            messages.Alternative("decode-0", PlanKind.PARTIAL, None, None, 0.1, ("prefill-0",)),
+            messages.Alternative("decode-1", PlanKind.PRIVATE, None, 0.0, 2.0, ()),
+        ),
+    )
+    generate, finished = found["generate"], found["finished"]
+    assert isinstance(generate, messages.Generate)
+    assert isinstance(finished, messages.Finished)
+    report = msgspec.structs.replace(finished.report, inputs=inputs)
+    return {
+        "generate ttft_slo_s": msgspec.structs.replace(generate, reuse=messages.Reuse.OWN, ttft_slo_s=0.5),
+        "finished inputs": msgspec.structs.replace(finished, report=report),
+    }
+
+
 def golden(family: str) -> dict[str, bytes]:
     file = GOLDEN / f"{family}.json"
     content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -186,6 +212,20 @@ def test_plain_messagepack_reads_golden_and_todays_frames_alike(family: str, kin
     assert as_old(new, old) == old
 
 
+@pytest.mark.parametrize("name", later_samples())
+def test_golden_frames_of_later_fields(name: str) -> None:
+    message, frame = later_samples()[name], golden("client")[name]
+    assert decode("client", frame) == message
+    old, new = msgpack.unpackb(frame), plain(message)
+    assert as_old(new, old) == old
+
+
+@pytest.mark.parametrize("kind", [messages.DecisionInputs, messages.Alternative])
+def test_the_document_names_every_field_of_a_decision(kind: Any) -> None:
+    words = set(re.findall(r"[a-z0-9_]+", DOCUMENT.read_text(encoding="utf-8")))
+    assert {field.encode_name for field in msgspec.structs.fields(kind)} <= words
+
+
 @pytest.mark.parametrize(("family", "kind"), TYPES, ids=lambda one: one if isinstance(one, str) else tag(one))
 def test_unknown_fields_are_ignored(family: str, kind: Any) -> None:
     content = plain(samples()[tag(kind)]) | {"from_the_future": [1, {"a": b"b"}]}
@@ -212,6 +252,9 @@ def write() -> None:
         frames = golden(family)
         for kind in kinds:
             frames.setdefault(tag(kind), codec.encode(samples()[tag(kind)]))
+        if family == "client":
+            for name, message in later_samples().items():
+                frames.setdefault(name, codec.encode(message))
         content = {name: frame.hex() for name, frame in frames.items()}
         (GOLDEN / f"{family}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
