@@ -99,7 +99,13 @@ GROUPS = (
         "Fine-tune and measure",
         (
             Command(
-                "finetune", f"{_TOOLS}.finetune:Finetune", "...", "train a LoRA adapter and score it against its base"
+                "finetune", f"{_TOOLS}.finetune:Finetune", "...", "train a fine-tune and score it against its base"
+            ),
+            Command(
+                "profile",
+                f"{_TOOLS}.profile:Profile",
+                "--sender S --receiver R --data D",
+                "which layers must a receiver recompute when it reuses a sender's KV?",
             ),
             Command("bench transport", f"{_TOOLS}.bench_transport:BenchTransport", "", "bandwidth of the data plane"),
             Command(

@@ -1,0 +1,147 @@
+"""What ``kvkin profile`` computes on one case: how far every group diverges, and what the receiver answers under some of them.
+
+Runs in the caller's process over ``LayerOps``. The sender's states are computed once a case and stage; the search costs
+O(L^2) layer passes over the context (``engines/lattice.py``), answers of all groups are generated as one batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rapidfuzz.distance import Levenshtein
+
+from kvkin.engines.answers import forced_logits, greedy_answers
+from kvkin.engines.lattice import group_divergences, layer_divergences
+from kvkin.engines.layer_ops import LayerOps
+from kvkin.engines.states import ContextStates, full_states, group_states
+from kvkin.kv.plan import LayerGroup
+from kvkin.tools.model_pair import Pair
+from kvkin.tools.profile_search import Group, name
+from kvkin.tools.quality_cases import Case
+from kvkin.tools.scoring import EvaluationMetric, has_lines, likelihood_score
+
+# Of a long answer the first tokens show the divergence: later ones are forced onto the full prefill's path anyway.
+FORCED_TOKENS = 24
+AGREEMENT = EvaluationMetric(
+    "agreement", "agreement with the private answer", 24, 0, lambda text, answers: float(text in answers)
+)
+"""For recorded contexts, which have no accepted answers: what the receiver says privately is right by definition."""
+
+
+class CaseWork:
+    """One case on one pair; ``metric`` scores what is answered."""
+
+    def __init__(self, pair: Pair, case: Case, metric: EvaluationMetric) -> None:
+        self.pair, self.case, self.metric = pair, case, metric
+        self.chunk_tokens = pair.family.config.chunk_tokens
+
+    def search(self, starts: Sequence[int], stops: Sequence[int]) -> dict[str, Any]:
+        """Divergence of every group of the grid, sensitivity of every layer, and the scores of the two models by themselves."""
+        pair, case = self.pair, self.case
+        sender = full_states(pair.sender, case.context_ids, keep_hidden=True, chunk_tokens=self.chunk_tokens)
+        receiver = full_states(pair.receiver, case.context_ids, chunk_tokens=self.chunk_tokens)
+        full = self._outcome(pair.receiver, [receiver])[0]
+        sender_alone = self._outcome(pair.sender, [sender])[0]
+        forced = (full or [min(pair.eos, default=0)])[:FORCED_TOKENS]
+        reference = forced_logits(pair.receiver, [receiver], case.suffix_ids, forced)[0]
+        groups = group_divergences(
+            pair.receiver, case.context_ids, sender, case.suffix_ids, forced, starts, stops, reference
+        )
+        layers = layer_divergences(
+            pair.receiver, case.context_ids, sender, receiver, case.suffix_ids, forced, reference
+        )
+        return {
+            "tokens": len(case.context_ids),
+            "answer_ids": full,
+            "full": self._score(pair.receiver, receiver, full, full),
+            "sender": self._score(pair.sender, sender, sender_alone, full),
+            # a group of all layers is the full prefill
+            "divergences": {
+                name(group): value
+                for group, value in groups.items()
+                if group is None or len(group) < pair.receiver.num_layers
+            },
+            "sensitivity": layers,
+        }
+
+    def answers(self, groups: Sequence[Group], full: Sequence[int]) -> dict[str, Any]:
+        """Score of the receiver's answer under each group, and how much of it is the full prefill's answer (``full``)."""
+        pair, case = self.pair, self.case
+        sender = full_states(pair.sender, case.context_ids, keep_hidden=True, chunk_tokens=self.chunk_tokens)
+        states = self._states(sender, groups)
+        outcomes = self._outcome(pair.receiver, states)
+        found = list(zip(map(name, groups), states, outcomes, strict=True))
+        return {
+            "scores": {key: self._score(pair.receiver, state, ids, full) for key, state, ids in found},
+            "agreement": {key: agreeing(ids, full) for key, _, ids in found},
+        }
+
+    def recompute_seconds(self, groups: Sequence[Group], repeats: int) -> dict[str, float]:
+        """Median seconds that the receiver computes for the context under each group; runs of the groups alternate."""
+        sender = full_states(self.pair.sender, self.case.context_ids, keep_hidden=True, chunk_tokens=self.chunk_tokens)
+        seconds: dict[str, list[float]] = {name(group): [] for group in groups}
+        for _ in range(repeats):
+            for group in groups:
+                began = time.perf_counter()
+                group_states(self.pair.receiver, self.case.context_ids, sender, group)
+                seconds[name(group)].append(time.perf_counter() - began)
+        return {key: sorted(values)[len(values) // 2] for key, values in seconds.items()}
+
+    def _states(self, sender: ContextStates, groups: Sequence[Group]) -> list[ContextStates]:
+        """States under each group. Groups that start at the same layer share one pass: it goes up to the last stop of them."""
+        longest: dict[int, int] = {}
+        for group in groups:
+            if group is not None:
+                longest[group.start] = max(longest.get(group.start, 0), group.stop)
+        passes = {
+            start: group_states(self.pair.receiver, self.case.context_ids, sender, LayerGroup(start, stop))
+            for start, stop in longest.items()
+        }
+        found = []
+        for group in groups:
+            inside = passes[group.start] if group is not None else sender
+            layers = range(len(sender.keys))
+            found.append(
+                ContextStates(
+                    [inside.keys[i] if group is not None and i in group else sender.keys[i] for i in layers],
+                    [inside.values[i] if group is not None and i in group else sender.values[i] for i in layers],
+                    [],
+                )
+            )
+        return found
+
+    def _outcome(self, ops: LayerOps, states: Sequence[ContextStates]) -> list[list[int]]:
+        """What is answered over each of ``states``; of a metric that needs no answer the gold one's most likely tokens."""
+        case, lines = self.case, self.case.num_lines
+        if self.metric.needs_logits:
+            gold = case.answer_ids[:FORCED_TOKENS]
+            return [forced_logits(ops, [each], case.suffix_ids, gold)[0].argmax(-1).tolist() for each in states]
+
+        def done(ids: Sequence[int]) -> bool:
+            return bool(lines) and has_lines(self.pair.decode(ids), lines)
+
+        return greedy_answers(
+            ops, states, case.suffix_ids, max_new_tokens=case.max_new_tokens, eos=self.pair.eos, done=done
+        )
+
+    def _score(self, ops: LayerOps, states: ContextStates, answer: Sequence[int], full: Sequence[int]) -> float:
+        if self.metric is AGREEMENT:
+            return float(Levenshtein.normalized_similarity(answer, full))
+        if self.metric.needs_logits:
+            gold = self.case.answer_ids
+            return likelihood_score(forced_logits(ops, [states], self.case.suffix_ids, gold)[0], gold)
+        text = self.metric.cut(self.pair.decode(answer), self.case.num_lines)
+        return self.metric.score(text, self.case.answers)
+
+
+def agreeing(answer: Sequence[int], reference: Sequence[int]) -> float:
+    """Share of the longer of two answers that both have before the first difference (both empty: 1)."""
+    longer = max(len(answer), len(reference))
+    same = 0
+    for mine, wanted in zip(answer, reference, strict=False):
+        if mine != wanted:
+            break
+        same += 1
+    return same / longer if longer else 1.0
