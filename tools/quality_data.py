@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -226,13 +227,19 @@ def _text_examples(sources: Iterable[Source]) -> Iterator[Example]:
         lines = source.text.split("\n")
         places = [number for number in range(_LINES_BEFORE, len(lines)) if len(lines[number].strip()) > 3]
         places.sort(key=lambda place: _hash(f"{source.group}:{source.name}:{place}"))
-        for place in places[:PLACES_PER_FILE]:
-            answer = first_lines("\n".join(lines[place : place + 40]), TEXT_LINES)
-            before = "\n".join(lines[:place]).rstrip("\n")
-            if len(before) > _CONTEXT_CHARS:
-                before = before[-_CONTEXT_CHARS:].partition("\n")[2] or before[-_CONTEXT_CHARS:]
-            if answer and before.strip():
-                yield continued(f"{source.group}:{source.name}:{place + 1}", source.group, before, (answer,))
+        found = (example for place in places if (example := _place_example(source, lines, place)) is not None)
+        yield from itertools.islice(found, PLACES_PER_FILE)
+
+
+def _place_example(source: Source, lines: Sequence[str], place: int) -> Example | None:
+    """None where too little follows or nothing precedes."""
+    answer = first_lines("\n".join(lines[place : place + 20]), TEXT_LINES)
+    before = "\n".join(lines[:place]).rstrip("\n")
+    if len(before) > _CONTEXT_CHARS:
+        before = before[-_CONTEXT_CHARS:].partition("\n")[2]
+    if answer.count("\n") + 1 < TEXT_LINES or not before.strip():
+        return None
+    return continued(f"{source.group}:{source.name}:{place + 1}", source.group, before, (answer,))
 
 
 def _hash(text: str) -> bytes:
