@@ -8,6 +8,7 @@ from kvkin.configs.families import ResolvedCluster, ResolvedFamily
 from kvkin.configs.schema import ClusterConfig, RouterNode
 from kvkin.kv.cost import CostSettings
 from kvkin.kv.errors import ConfigError
+from kvkin.router.drift_bounds import drift_settings
 from kvkin.router.policy_types import GroupChoice, PolicySettings
 from kvkin.router.settings import FamilySettings, Limits, ModelSettings, NodeSettings, RouterSettings, Timeouts
 
@@ -34,6 +35,7 @@ def settings_from(resolved: ResolvedCluster, name: str) -> RouterSettings:
         limits=_limits(config),
         timeouts=_timeouts(config),
         policy=_policy(config),
+        drift=drift_settings(config, families, name),
     )
 
 

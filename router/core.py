@@ -8,10 +8,13 @@ of a request, ``membership.py`` what becomes of a node.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
 
 from kvkin.kv.errors import Cancelled, CapacityError, DeadlineExceeded, DuplicateRequest, KvkinError, NodeUnavailable
 from kvkin.router import policy
+from kvkin.router.drift import DriftWatch, SwitchedOff
 from kvkin.router.events import (
     ClientAsked,
     ClientLost,
@@ -24,6 +27,7 @@ from kvkin.router.events import (
     PreparePrompt,
     PromptFailed,
     PromptReady,
+    RememberDrift,
     Stop,
     StopAsked,
     TimePassed,
@@ -34,7 +38,7 @@ from kvkin.router.outbox import Outbox
 from kvkin.router.planning import Choose
 from kvkin.router.requests import Failure, Phase
 from kvkin.router.serving import Serving
-from kvkin.router.settings import RouterSettings
+from kvkin.router.settings import RouterSettings, family_views
 from kvkin.transport.messages import (
     AskStatus,
     Cancel,
@@ -50,6 +54,7 @@ from kvkin.transport.messages import (
 )
 from kvkin.transport.node_messages import (
     Done,
+    DriftSample,
     Failed,
     Generated,
     Heartbeat,
@@ -63,7 +68,10 @@ from kvkin.transport.node_messages import (
 
 
 class RouterCore:
-    """State of one router process. ``choose`` is the policy, ``new_id`` makes ids, ``stopwatch`` measures the policy."""
+    """State of one router process. ``choose`` is the policy, ``new_id`` makes ids, ``stopwatch`` measures the policy.
+
+    ``switched_off`` are the pairs that an earlier process of this router switched off for drift.
+    """
 
     def __init__(
         self,
@@ -74,13 +82,15 @@ class RouterCore:
         started_at: float = 0.0,
         choose: Choose = policy.choose,
         stopwatch: Callable[[], float] = time.perf_counter,
+        switched_off: Sequence[SwitchedOff] = (),
     ) -> None:
         self._settings, self._incarnation, self._started_at = settings, incarnation, started_at
         self._out = Outbox(started_at)
         self.counters = self._out.counters
         self.index = PrefixIndex(settings.index_max_blocks, settings.fan_out_half_life_s)
         self.membership = Membership(settings, incarnation)
-        self.serving = Serving(settings, self._out, self.membership, self.index, new_id, choose, stopwatch)
+        self.drift = DriftWatch(settings.drift, family_views(settings), switched_off, started_at)
+        self.serving = Serving(settings, self._out, self.membership, self.index, new_id, choose, stopwatch, self.drift)
         self._pinged_at: dict[bytes, float] = {}
         self._stopped = False
 
@@ -199,6 +209,7 @@ class RouterCore:
             nodes=self.membership.status(self._out.now, self.index.num_held),
             index_blocks=len(self.index),
             counters=dict(self.counters) | {"orders_open": len(self.serving.orders)},
+            drift=self.drift.status(self._out.now),
         )
 
     def _prepared(self, event: PromptReady | PromptFailed) -> None:
@@ -225,11 +236,36 @@ class RouterCore:
                 self._apply(membership.holdings(peer, message, now))
             case Leave():
                 self._apply(membership.leave(peer, message))
+            case DriftSample():
+                if membership.alive(peer, now):
+                    self._drifted(peer, message)
+                else:
+                    self._apply(membership.stranger(peer, None, now))
             case Generated() | Done() | Failed() | OrderDone():
                 if membership.alive(peer, now):
                     self.serving.node_said(peer, message)
                 else:
                     self._apply(membership.stranger(peer, None, now))
+
+    def _drifted(self, peer: bytes, sample: DriftSample) -> None:
+        member = self.membership.member_of(peer)
+        assert member is not None, "only members are asked"
+        problem = self.drift.problem(sample)
+        if not problem and not member.serves(sample.receiver):
+            problem = "the node does not serve the receiver"
+        if problem:
+            self._out.count("bad_messages")
+            self._out.note("warning", "bad sample of drift", node=member.name, problem=problem)
+            return
+        self._out.count("drift_samples")
+        switched = self.drift.sampled(sample, self._out.now)
+        for pair in switched:
+            self._out.count("drift_switched_off")
+            self._out.note(
+                "warning", "pair switched off for drift", request_id=sample.request_id, **msgspec.structs.asdict(pair)
+            )
+        if switched:
+            self._out.add(RememberDrift(self.drift.records(self._out.now)))
 
     def _node_sent_garbage(self, peer: bytes, problem: str) -> None:
         self._out.count("bad_messages")

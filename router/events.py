@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from kvkin.router.drift_types import SwitchedOff
 from kvkin.router.prompts import Prompt, Tail
 from kvkin.transport.messages import AskStatus, Cancel, ClientReply, Generate, ListModels, Ping
 from kvkin.transport.node_messages import NodeToRouter, RouterToNode
@@ -119,6 +120,12 @@ class RememberAnswer(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
 
 
+class RememberDrift(msgspec.Struct, frozen=True):
+    """Keep which pairs are switched off, over a restart of this router."""
+
+    pairs: tuple[SwitchedOff, ...]
+
+
 class Note(msgspec.Struct, frozen=True):
     """A line of the log."""
 
@@ -131,4 +138,4 @@ class Stop(msgspec.Struct, frozen=True):
     """All is done: close the sockets and end the process."""
 
 
-Instruction = Reply | TellNode | PreparePrompt | RememberAnswer | Note | Stop
+Instruction = Reply | TellNode | PreparePrompt | RememberAnswer | RememberDrift | Note | Stop

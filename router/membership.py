@@ -99,6 +99,9 @@ class Member:
     def models(self) -> tuple[str, ...]:
         return tuple(model.name for model in self.registration.models)
 
+    def serves(self, lineage_id: bytes) -> bool:
+        return any(model.lineage.id == lineage_id for model in self.registration.models)
+
     def repeats(self, message: Register) -> bool:
         """Whether the message says nothing new: the same registration, and no holdings came since the last one."""
         return message == self.registration and self.order.epoch < 0

@@ -22,6 +22,7 @@ import zmq
 from kvkin.kv.errors import ProtocolError
 from kvkin.router import policy
 from kvkin.router.core import RouterCore
+from kvkin.router.drift_memory import read_memory, write_memory
 from kvkin.router.events import (
     ClientLost,
     Event,
@@ -34,6 +35,7 @@ from kvkin.router.events import (
     PromptFailed,
     PromptReady,
     RememberAnswer,
+    RememberDrift,
     Reply,
     Stop,
     StopAsked,
@@ -73,9 +75,17 @@ class RouterNode:
         # reading a tokenizer takes up to a second
         self._workers = await asyncio.to_thread(PromptWorkers, settings)
         ids = (f"{self.incarnation[:6]}-{number:06}" for number in itertools.count(1))
+        memory = settings.drift.memory
         self.core = RouterCore(
-            settings, self.incarnation, lambda: next(ids), started_at=self._loop.time(), choose=self._choose
+            settings,
+            self.incarnation,
+            lambda: next(ids),
+            started_at=self._loop.time(),
+            choose=self._choose,
+            switched_off=() if memory is None else read_memory(memory),
         )
+        for pair in self.core.drift.status(self._loop.time()):
+            log.warning("pair is still switched off for drift", sender=pair.sender, receiver=pair.receiver)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         key, insecure = f"nodes.{settings.name}", settings.insecure
         try:
@@ -209,6 +219,9 @@ class RouterNode:
                 self._workers.prepare(request_id, request, self._report_prompt)
             case RememberAnswer():
                 self._workers.remember(instruction)
+            case RememberDrift(pairs):
+                if self.settings.drift.memory is not None:
+                    write_memory(self.settings.drift.memory, pairs)
             case Note(level, event, fields):
                 getattr(log, level)(event, **fields)
             case Stop():

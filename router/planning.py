@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvkin.router.drift import DriftWatch
 from kvkin.router.index import Match, PrefixIndex
 from kvkin.router.membership import Membership
 from kvkin.router.orders import Order
 from kvkin.router.policy_types import ClusterView, Decision, OrderRequest, PolicyRequest, PolicySettings
 from kvkin.router.prompts import Prompt
 from kvkin.router.requests import Request
-from kvkin.router.settings import RouterSettings, family_views
+from kvkin.router.settings import RouterSettings
 from kvkin.transport.messages import Reuse
 from kvkin.transport.node_messages import Execute, PrefillOrder
 
@@ -21,11 +22,19 @@ Choose = Callable[[PolicyRequest, Sequence[Match], ClusterView, PolicySettings],
 
 
 class Planner:
-    """Binds index, membership and policy together for one router."""
+    """Binds index, membership, policy and the watch for drift together for one router."""
 
-    def __init__(self, settings: RouterSettings, index: PrefixIndex, membership: Membership, choose: Choose) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        index: PrefixIndex,
+        membership: Membership,
+        choose: Choose,
+        drift: DriftWatch,
+    ) -> None:
         self._settings, self._index, self._membership, self._choose = settings, index, membership, choose
-        self._families = family_views(settings)
+        self._drift = drift
+        self._lineage_ids = {name: model.lineage.id for name, model in settings.models.items()}
 
     def decide(self, request: Request, order_id: str, now: float) -> Decision:
         """Raises NodeUnavailable if no node can run the request now."""
@@ -53,12 +62,15 @@ class Planner:
             deadline_s=request.deadline_at - now,
         )
         matches = self._index.match(prompt.hashes, prompt.root) if reusing else []
-        view = ClusterView(self._membership.views(now, request.failed_on), self._families)
-        return self._choose(asked, matches, view, self._settings.policy)
+        view = ClusterView(self._membership.views(now, request.failed_on), self._drift.families)
+        decision = self._choose(asked, self._drift.usable(matches), view, self._settings.policy)
+        return self._drift.explained(decision, asked, matches)
 
     def execute(self, request: Request, decision: Decision, now: float) -> Execute:
         """The message to the decode node; ``request.attempt_id`` names it."""
         prompt, message = prompt_of(request), request.message
+        receiver = self._lineage_ids[message.model]
+        self._drift.dispatched(decision.plan, receiver)
         nodes = {node for segment in decision.plan.segments for node in segment.nodes}
         members = [member for member in map(self._membership.member, sorted(nodes)) if member is not None]
         return Execute(
@@ -73,6 +85,7 @@ class Planner:
             source_addresses={member.name: member.registration.source_address for member in members},
             hash_ms=prompt.hash_ms,
             route_ms=request.route_ms,
+            check=self._drift.check_of(request.request_id, decision.plan, receiver),
         )
 
     def order(self, request: Request, wanted: OrderRequest, now: float) -> tuple[Order, PrefillOrder] | None:

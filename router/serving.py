@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvkin.kv.errors import NodeUnavailable
+from kvkin.router.drift import DriftWatch
 from kvkin.router.events import RememberAnswer
 from kvkin.router.index import PrefixIndex
 from kvkin.router.membership import Membership, NodeLost
@@ -35,10 +36,11 @@ class Serving:
         new_id: Callable[[], str],
         choose: Choose,
         stopwatch: Callable[[], float],
+        drift: DriftWatch,
     ) -> None:
         self._settings, self._out, self._membership, self._index = settings, outbox, membership, index
         self._new_id, self._stopwatch = new_id, stopwatch
-        self._planner = Planner(settings, index, membership, choose)
+        self._planner = Planner(settings, index, membership, choose, drift)
         self.stopping = False
         self.orders = Orders()
         self.requests: dict[str, Request] = {}
@@ -112,7 +114,9 @@ class Serving:
             prompt_tokens=decision.plan.num_tokens,
             reason=decision.reason,
         )
-        self._out.tell(member.peer, self._planner.execute(request, decision, self._out.now))
+        execute = self._planner.execute(request, decision, self._out.now)
+        self._out.count("drift_checks", int(execute.check is not None))
+        self._out.tell(member.peer, execute)
 
     def _order(self, request: Request, wanted: OrderRequest) -> None:
         context = context_of(request, wanted)

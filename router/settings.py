@@ -11,6 +11,7 @@ import msgspec
 
 from kvkin.kv.layout import KVLayout
 from kvkin.kv.lineage import Lineage
+from kvkin.router.drift_types import DriftSettings
 from kvkin.router.policy_types import FamilyView, GroupChoice, PolicySettings
 
 
@@ -109,6 +110,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
     policy: PolicySettings = PolicySettings()
+    drift: DriftSettings = DriftSettings()
 
     def family_of(self, model: str) -> FamilySettings:
         return self.families[self.models[model].family]

@@ -1,0 +1,277 @@
+"""Drift: how far reuse across models is from private runs, pair by pair, and which pairs are switched off for it.
+
+A share of the requests that reuse another model's KV approximately is checked by its decode node against a private run; the samples
+come here (docs/operations.md, Drift). Pure; one per router process, asked by its core.
+
+A pair whose bound is left stays off: nothing of it is reused any more, so nothing could show that it is well again. It is on
+again with another bound (another profile, other weights) after a restart of the router, never by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from kvkin.kv.hashing import digest
+from kvkin.kv.plan import LayerGroup, ReusePlan, Segment
+from kvkin.kv.provenance import Provenance
+from kvkin.router.chains import Match
+from kvkin.router.drift_estimate import PairEstimate, left
+from kvkin.router.drift_types import DriftBound, DriftSettings, Group, Pair, SwitchedOff
+from kvkin.router.policy_types import Decision, FamilyView, PolicyRequest
+from kvkin.router.taints import Taints, foreign
+from kvkin.transport.messages import DriftStatus, Reuse
+from kvkin.transport.node_messages import DriftCheck, DriftSample, DriftSource
+
+# A sample names the models of one plan.
+MAX_SOURCES = 64
+
+
+class _Watched:
+    """One pair: what was seen of it, and since when it is off (none: it is not)."""
+
+    def __init__(self, bound: DriftBound, now: float) -> None:
+        self.bound, self.since, self.off, self.why = bound, now, False, ""
+        self.estimate = PairEstimate()
+
+
+class DriftWatch:
+    """All pairs of one router. ``families`` are what the policy may see: without the groups of pairs that are off."""
+
+    def __init__(
+        self,
+        settings: DriftSettings,
+        families: Mapping[str, FamilyView],
+        remembered: Iterable[SwitchedOff] = (),
+        now: float = 0.0,
+    ) -> None:
+        self._settings, self._whole = settings, dict(families)
+        self.families: Mapping[str, FamilyView] = self._whole
+        self._names = {key: names for family in families.values() for key, names in family.models_of.items()}
+        self._family_of = {key: name for name, family in families.items() for key in family.models_of}
+        self._pairs: dict[Pair, _Watched] = {}
+        self._off: frozenset[Pair] = frozenset()
+        self._taints = Taints()
+        self._restore(remembered, now)
+
+    # --- which requests are checked --------------------------------------------------------------------------------------
+
+    def check_of(self, request_id: str, plan: ReusePlan, receiver: bytes) -> DriftCheck | None:
+        """What to ask of the node that executes ``plan`` for the model with lineage id ``receiver``; None: no check.
+
+        A hash of the router's own request id decides: a client cannot choose, a retry keeps its fate, a test can know.
+        """
+        if not self._settings.share or not chosen(request_id, self._settings.share):
+            return None
+        sources: dict[DriftSource, None] = {}
+        inherited = False
+        for segment in plan.segments:
+            holders = _provenances(segment)
+            inherited = inherited or not all(holder.exact for holder in holders)
+            for lineage_id in sorted(foreign(segment, receiver)):
+                if lineage_id in self._names:
+                    sources[DriftSource(lineage_id, self._name(lineage_id), segment.kind, _group(segment))] = None
+        return DriftCheck(self._settings.tokens, tuple(sources), inherited) if sources else None
+
+    def dispatched(self, plan: ReusePlan, receiver: bytes) -> None:
+        """Remember which pairs the blocks of a plan will come of."""
+        self._taints.learn(plan, receiver)
+
+    # --- what checks show ------------------------------------------------------------------------------------------------
+
+    def problem(self, sample: DriftSample) -> str:
+        """Why a node's sample cannot be true; empty if it can."""
+        figures = (sample.agreement, sample.divergence)
+        if not all(map(math.isfinite, figures)) or not 0 <= sample.agreement <= 1 or sample.divergence < 0:
+            return f"agreement {sample.agreement}, divergence {sample.divergence}"
+        if not 0 < len(sample.sources) <= MAX_SOURCES or sample.tokens < 1:
+            return f"{len(sample.sources)} sources, {sample.tokens} tokens"
+        if sample.receiver not in self._names or any(one.lineage_id == sample.receiver for one in sample.sources):
+            return "no such pair of models"
+        return ""
+
+    def sampled(self, sample: DriftSample, now: float) -> list[DriftStatus]:
+        """Take in a sample; returns the pairs that it has switched off.
+
+        It counts for every sender of its plan in full: which of them it was cannot be told, so none gets away with it.
+        """
+        switched = []
+        groups: dict[bytes, list[Group]] = {}
+        for source in sample.sources:
+            groups.setdefault(source.lineage_id, []).append(source.group)
+        for sender in filter(self._names.__contains__, groups):
+            pair = (sender, sample.receiver)
+            watched = self._watched(pair, now)
+            least = watched.bound.least_first_token(groups[sender])
+            watched.estimate = watched.estimate.with_sample(sample, least, self._settings.half_life_samples)
+            why = left(watched.estimate, watched.bound, self._settings.min_samples)
+            if why and not watched.off:
+                watched.off, watched.since, watched.why = True, now, why
+                switched.append(self._status(pair, watched, now))
+        if switched:
+            self._apply()
+        return switched
+
+    def records(self, now: float) -> tuple[SwitchedOff, ...]:
+        """What must survive a restart of the router."""
+        return tuple(
+            SwitchedOff(
+                sender=pair[0],
+                receiver=pair[1],
+                sender_names=self._name(pair[0]),
+                receiver_names=self._name(pair[1]),
+                bound=watched.bound,
+                estimate=watched.estimate,
+                why=watched.why,
+                off_s=now - watched.since,
+            )
+            for pair, watched in self._pairs.items()
+            if watched.off
+        )
+
+    def status(self, now: float) -> tuple[DriftStatus, ...]:
+        """Every pair of which something is known, by name."""
+        found = [self._status(pair, watched, now) for pair, watched in self._pairs.items()]
+        return tuple(sorted(found, key=lambda one: (one.receiver, one.sender)))
+
+    # --- what the policy sees --------------------------------------------------------------------------------------------
+
+    def usable(self, matches: Sequence[Match]) -> Sequence[Match]:
+        """``matches`` without blocks that came of a pair that is off, and without what follows them.
+
+        Blocks whose history is not known here (another router's plan, a restart) count as such while any pair of their family is off.
+        """
+        if not self._off:
+            return matches
+        return [cut for cut in map(self._trusted_part, matches) if cut is not None]
+
+    def explained(self, decision: Decision, asked: PolicyRequest, matches: Sequence[Match]) -> Decision:
+        """The decision with a word on what ``matches`` offered and was not looked at."""
+        if not self._off or asked.reuse not in (Reuse.BOUNDED, Reuse.ANY):
+            return decision
+        receiver = asked.lineage.id
+        offered = {run.provenance.lineage_id for match in matches for run in match.runs}
+        off = [one for one in sorted(offered) if (one, receiver) in self._off and self._admitted(one, asked)]
+        words = [f"{self._name(one)} is switched off as its sender ({self._pairs[one, receiver].why})" for one in off]
+        if any(self._trusted_part(match) is not match for match in matches):
+            words.append("blocks that came of a switched-off pair are not used")
+        if not words:
+            return decision
+        reason = "; ".join([decision.reason, f"drift: {', '.join(words)}"])
+        return msgspec.structs.replace(
+            decision, reason=reason, plan=msgspec.structs.replace(decision.plan, reason=reason)
+        )
+
+    def _trusted_part(self, match: Match) -> Match | None:
+        for number, run in enumerate(match.runs):
+            if not self._trusts(run.provenance):
+                return Match(match.node, match.runs[:number]) if number else None
+        return match
+
+    def _trusts(self, provenance: Provenance) -> bool:
+        if provenance.exact:
+            return True
+        pairs = self._taints.pairs_of(provenance)
+        if pairs is not None:
+            return pairs.isdisjoint(self._off)
+        return self._family_of.get(provenance.lineage_id) not in {self._family_of[pair[1]] for pair in self._off}
+
+    def _admitted(self, sender: bytes, asked: PolicyRequest) -> bool:
+        """Whether the request would have allowed some reuse of the pair."""
+        most = math.inf if asked.reuse is Reuse.ANY else asked.max_loss
+        groups = self._whole[asked.family].groups
+        losses = [choice.loss for name in self._names[sender] for choice in groups.get((name, asked.model), ())]
+        return any(loss <= most and (asked.reuse is Reuse.ANY or math.isfinite(loss)) for loss in losses)
+
+    # --- inside ----------------------------------------------------------------------------------------------------------
+
+    def _apply(self) -> None:
+        """New views, made only when the set of pairs changes: the policy remembers what follows from each of them."""
+        self._off = frozenset(pair for pair, watched in self._pairs.items() if watched.off)
+        names = {
+            (sender, receiver)
+            for pair in self._off
+            for sender in self._names[pair[0]]
+            for receiver in self._names[pair[1]]
+        }
+        self.families = {name: _without(family, names) for name, family in self._whole.items()}
+
+    def _restore(self, remembered: Iterable[SwitchedOff], now: float) -> None:
+        for record in remembered:
+            pair = (record.sender, record.receiver)
+            if not set(pair) <= self._names.keys() or self._bound(pair) != record.bound:
+                continue
+            watched = self._watched(pair, now)
+            watched.estimate, watched.off, watched.why = record.estimate, True, record.why
+            watched.since = now - record.off_s
+        if self._pairs:
+            self._apply()
+
+    def _watched(self, pair: Pair, now: float) -> _Watched:
+        found = self._pairs.get(pair)
+        if found is None:
+            found = self._pairs[pair] = _Watched(self._bound(pair), now)
+        return found
+
+    def _bound(self, pair: Pair) -> DriftBound:
+        """Of models with the same weights the bound of the first that has one of its own."""
+        bounds = self._settings.bounds
+        names = [(sender, receiver) for sender in self._names[pair[0]] for receiver in self._names[pair[1]]]
+        return next((bounds[one] for one in names if one in bounds), self._settings.bound)
+
+    def _name(self, lineage_id: bytes) -> str:
+        return ", ".join(self._names[lineage_id])
+
+    def _status(self, pair: Pair, watched: _Watched, now: float) -> DriftStatus:
+        estimate, bound = watched.estimate, watched.bound
+        judged = bound.judges and estimate.samples >= self._settings.min_samples
+        seen = estimate.samples > 0
+        return DriftStatus(
+            sender=self._name(pair[0]),
+            receiver=self._name(pair[1]),
+            state="off" if watched.off else "ok" if judged else "watching",
+            since_s=max(0.0, now - watched.since),
+            samples=estimate.samples,
+            inherited=estimate.inherited,
+            first_token=estimate.first_token.mean if seen else None,
+            agreement=estimate.agreement.mean if seen else None,
+            divergence=estimate.divergence.mean if seen else None,
+            min_first_token=_least(estimate, bound),
+            min_agreement=bound.min_agreement,
+            max_divergence=bound.max_divergence,
+        )
+
+
+def _least(estimate: PairEstimate, bound: DriftBound) -> float | None:
+    """The bound on the first token as it was on average over what was checked; before that, the lowest of all groups."""
+    if estimate.judged:
+        return estimate.promised.mean
+    return bound.least_first_token([group for group, _ in bound.by_group] or [None])
+
+
+def chosen(request_id: str, share: float) -> bool:
+    """Whether a request is among the ``share`` of all that is checked."""
+    return int.from_bytes(digest(b"drift", request_id.encode())[:8], "little") < share * 2**64
+
+
+def _without(family: FamilyView, pairs: set[tuple[str, str]]) -> FamilyView:
+    """The family without the recompute groups of ``pairs`` (sender, receiver); itself if it has none of them."""
+    if pairs.isdisjoint(family.groups):
+        return family
+    groups = {pair: choices for pair, choices in family.groups.items() if pair not in pairs}
+    return msgspec.structs.replace(family, groups=groups)
+
+
+def _provenances(segment: Segment) -> list[Provenance]:
+    holders = [source.holder.provenance for source in segment.sources]
+    return holders if segment.e_holder is None else [*holders, segment.e_holder.provenance]
+
+
+def _group(segment: Segment) -> Group:
+    group = segment.recompute
+    return (group.start, group.stop) if isinstance(group, LayerGroup) else None
+
+
+__all__ = ["DriftBound", "DriftSettings", "DriftWatch", "SwitchedOff", "chosen"]
