@@ -10,9 +10,13 @@ from cluster_harness import BASE, FULL, UPPER, LiveCluster, Used, live_cluster, 
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """Warmed up: every process has done once what the tests do, so that what it holds afterwards is its level."""
-    with live_cluster(tmp_path_factory.mktemp("cluster"), "ucx") as cluster:
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    """Warmed up: every process has done once what the tests do, so that what it holds afterwards is its level.
+
+    A module chooses its data plane by ``BACKEND``.
+    """
+    backend = getattr(request.module, "BACKEND", "ucx")
+    with live_cluster(tmp_path_factory.mktemp("cluster"), backend) as cluster:
         warm = prompt(1, 200)
         cluster.ask(BASE, warm)
         for model in (FULL, UPPER, FULL):
