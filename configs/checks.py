@@ -6,7 +6,6 @@ Called by ``configs.loader`` once the tree is typed; ``configs.families`` checks
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Iterator
 
 from kvkin.configs.convert import child_key, suggest
@@ -29,10 +28,6 @@ def check_cluster(config: ClusterConfig) -> None:
         raise ConfigError("nodes", "no node has the role router", "at least one router")
     _check_ports(config)
     _check_timeouts(config.timeouts)
-    record = config.drift.record
-    if record is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", record):
-        problem = f"{record!r} is not the name of a folder in state_dir"
-        raise ConfigError("drift.record", problem, "letters, digits and . _ -, not beginning with . or -")
 
 
 def cluster_warnings(config: ClusterConfig) -> list[str]:

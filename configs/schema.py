@@ -219,11 +219,11 @@ class DriftConfig(_Section, frozen=True):
     max_divergence: Annotated[float, Meta(gt=0, le=20)] | None = None
     # See min_first_token.
     margin: Annotated[float, Meta(ge=0, le=1)] = 0.1
-    # Name of a folder in state_dir into which nodes write the prompts of checks, for kvkin profile; none: nothing is written.
-    # Prompts are private: ask your users.
-    record: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
-    # Most bytes of such records that one node keeps; the oldest go.
-    record_bytes: Bytes = 64 << 20
+    # Whether nodes write the prompts of checked requests to state_dir/recorded, for kvkin profile --refresh. Prompts are private:
+    # ask your users.
+    record: bool = False
+    # Most bytes that are kept of one pair's prompts on one host; the oldest go.
+    record_bytes: Bytes = 16 << 20
 
 
 class LimitsConfig(_Section, frozen=True):
