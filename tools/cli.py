@@ -107,6 +107,12 @@ GROUPS = (
                 "--sender S --receiver R --data D",
                 "which layers must a receiver recompute when it reuses a sender's KV?",
             ),
+            Command(
+                "evaluate",
+                f"{_TOOLS}.evaluate:Evaluate",
+                "--sender S --receiver R --data D",
+                "full prefill, full reuse, CacheBlend and DroidSpeak on the same cases",
+            ),
             Command("bench transport", f"{_TOOLS}.bench_transport:BenchTransport", "", "bandwidth of the data plane"),
             Command(
                 "bench router", f"{_TOOLS}.bench_router:BenchRouter", "", "time of a routing decision and of the front"

@@ -52,8 +52,8 @@ class Interval:
 
 
 def paired_bootstrap(
-    a: Sequence[float],
-    b: Sequence[float],
+    a: Sequence[float] | Floats,
+    b: Sequence[float] | Floats,
     *,
     seed: int,
     samples: int = 10_000,
