@@ -31,6 +31,7 @@ from kvkin.decode_nodes.core import (
     Start,
     Tick,
 )
+from kvkin.decode_nodes.drift_checks import DriftChecks
 from kvkin.decode_nodes.publication import Publisher
 from kvkin.decode_nodes.report import fallback_plan, reuse_report, timings
 from kvkin.decode_nodes.sources import PlanSources
@@ -43,7 +44,7 @@ from kvkin.kv.hashing import block_hashes
 from kvkin.kv.plan import ReusePlan, private_plan
 from kvkin.transport.data_plane import Transport
 from kvkin.transport.messages import NodeLoad
-from kvkin.transport.node_messages import Abort, Done, Drain, Execute, Failed, Generated, RouterToNode
+from kvkin.transport.node_messages import Abort, Done, Drain, DriftSample, Execute, Failed, Generated, RouterToNode
 from kvkin.transport.node_runtime import NodeRuntime, NodeSettings
 from kvkin.transport.router_link import RouterLink
 
@@ -77,6 +78,7 @@ class DecodeNode:
         self.settings, self._engine = settings, engine
         self.runtime = NodeRuntime(settings, self._on_message, self.load, transport)
         self.core = DecodeCore(settings.max_running, settings.max_queue)
+        self.checks = DriftChecks(settings, engine, self._tell_routers, self._spawn)
         self._requests: dict[str, Running] = {}
         self._compute_rate = 0.0
         self._pull_rate = 0.0
@@ -85,7 +87,7 @@ class DecodeNode:
     def load(self) -> NodeLoad:
         queued = [running for running in self._requests.values() if not running.started]
         return msgspec.structs.replace(
-            self.runtime.memory_load(),
+            self.checks.load(self.runtime.memory_load()),
             running=self.core.running,
             waiting=self.core.waiting,
             queued_tokens=sum(len(running.execute.token_ids) for running in queued),
@@ -117,6 +119,7 @@ class DecodeNode:
         match message:
             case Execute():
                 now = time.monotonic()
+                self.checks.work_arrived()
                 self._requests.setdefault(message.request_id, Running(message, link, message.plan, now))
                 self._do(ExecuteReceived(message, now))
             case Abort(request_id, reason):
@@ -130,6 +133,12 @@ class DecodeNode:
         while True:
             await asyncio.sleep(0.2)
             self._do(Tick(time.monotonic()))
+            self.checks.tick(self._busy())
+
+    def _busy(self) -> bool:
+        """Whether anything runs, waits, is pulled from here, or the node is about to stop."""
+        draining = any(link.draining for link in self.runtime.routers.links)
+        return bool(self.core.running or self.core.waiting or self.runtime.server.leases) or draining
 
     def _do(self, event: Event) -> None:
         for instruction in self.core.handle(event):
@@ -150,6 +159,12 @@ class DecodeNode:
                     self._spawn(self._release(running))
                     running.link.send(Failed(request_id, code, message, retryable))
 
+    def _tell_routers(self, sample: DriftSample) -> None:
+        """Each router watches for itself."""
+        for link in self.runtime.routers.links:
+            if link.registered.is_set():
+                link.send(sample)
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self.runtime.keep(asyncio.ensure_future(work))
 
@@ -165,6 +180,7 @@ class DecodeNode:
             execute.plan,
             execute.sampling,
             self.settings.transition_layers if execute.publish else (),
+            first_distribution=execute.check is not None,
         )
         sink = _Sink(self, execute.request_id)
         try:
@@ -248,6 +264,8 @@ class DecodeNode:
                 result.logprobs,
             )
         )
+        if not running.fallback:
+            self.checks.finished(execute, result)
 
     def _lineage_id(self, execute: Execute) -> bytes:
         return self.settings.lineage(execute.model).id

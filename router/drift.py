@@ -72,7 +72,8 @@ class DriftWatch:
             inherited = inherited or not all(holder.exact for holder in holders)
             for lineage_id in sorted(foreign(segment, receiver)):
                 if lineage_id in self._names:
-                    sources[DriftSource(lineage_id, self._name(lineage_id), segment.kind, _group(segment))] = None
+                    name = self._names[lineage_id][0]
+                    sources[DriftSource(lineage_id, name, segment.kind, _group(segment))] = None
         return DriftCheck(self._settings.tokens, tuple(sources), inherited) if sources else None
 
     def dispatched(self, plan: ReusePlan, receiver: bytes) -> None:

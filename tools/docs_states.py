@@ -1,6 +1,6 @@
 """``python -m kvkin.tools.docs_states``: writes docs/states.md out of the state tables in the code; a test compares.
 
-Two state machines have their table in the module's docstring, the router's requests have theirs in ``TRANSITIONS``. Nothing is
+Three state machines have their table in the module's docstring, the router's requests have theirs in ``TRANSITIONS``. Nothing is
 described twice: whoever changes a table runs this and commits the result.
 """
 
@@ -15,7 +15,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "docs" / "states.md"
 # Who has such a table, and what goes through these states.
-TABLES = (("kv/execution.py", "A plan's execution"), ("decode_nodes/core.py", "A request on its decode node"))
+TABLES = (
+    ("kv/execution.py", "A plan's execution"),
+    ("decode_nodes/core.py", "A request on its decode node"),
+    ("decode_nodes/drift.py", "A check for drift on a decode node"),
+)
 ROUTER = ("router/requests.py", "A request in the router")
 
 HEAD = """# State machines

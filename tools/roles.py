@@ -20,9 +20,10 @@ import uvloop
 from kvkin.configs.families import ResolvedFamily, resolve_cluster, resolve_family
 from kvkin.configs.loader import load_cluster
 from kvkin.configs.schema import ClusterConfig, DecodeNode, PrefillNode, RouterNode
+from kvkin.decode_nodes.drift_records import FOLDER
 from kvkin.kv.errors import ConfigError
 from kvkin.transport.node_messages import ServedModel
-from kvkin.transport.node_runtime import NodeSettings, stop_on_signals, write_ready_file
+from kvkin.transport.node_runtime import CheckSettings, NodeSettings, stop_on_signals, write_ready_file
 
 if TYPE_CHECKING:
     from kvkin.decode_nodes.node import DecodeNode as DecodeServer
@@ -72,6 +73,12 @@ def worker_settings(config: ClusterConfig, family: ResolvedFamily, name: str) ->
         drain_s=times.drain_s,
         max_running=node.max_running if isinstance(node, DecodeNode) else 1,
         max_queue=config.limits.max_queue,
+        checks=CheckSettings(
+            idle_s=config.drift.idle_s,
+            max_pending=config.drift.max_pending,
+            record=config.state_path / FOLDER if config.drift.record else None,
+            record_bytes=config.drift.record_bytes,
+        ),
     )
 
 

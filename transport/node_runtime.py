@@ -32,6 +32,15 @@ from kvkin.transport.router_link import RouterLink, RouterLinks
 log = structlog.get_logger()
 
 
+class CheckSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Checks for drift on a decode node, as ``configs.schema.DriftConfig``; ``record`` is the folder for prompts (None: not kept)."""
+
+    idle_s: float = 0.5
+    max_pending: int = 16
+    record: Path | None = None
+    record_bytes: int = 16 << 20
+
+
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One node's part of the configuration, resolved. Seconds and bytes as in ``configs.schema``."""
 
@@ -62,6 +71,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 30.0
     max_running: int = 8
     max_queue: int = 256
+    checks: CheckSettings = CheckSettings()
 
     def lineage(self, model: str) -> Lineage:
         return next(served.lineage for served in self.models if served.name == model)
