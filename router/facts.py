@@ -16,12 +16,16 @@ from kvkin.router.policy_types import FamilyView
 
 
 class Option:
-    """One way to reuse a block: which layers are pulled, from where the recompute starts, what it costs in quality."""
+    """One way to reuse a block: which layers are pulled, from where the recompute starts, what it costs in quality.
+
+    ``kept``: the receiver's own blocks as they are, whose loss stands in their provenance.
+    """
 
     __slots__ = (
         "e_block_bytes",
         "e_layer",
         "group",
+        "kept",
         "kind",
         "kv_block_bytes",
         "loss",
@@ -30,9 +34,11 @@ class Option:
         "recomputed_layers",
     )
 
-    def __init__(self, kind: PlanKind, layout: KVLayout, group: LayerGroup | None, loss: float) -> None:
+    def __init__(
+        self, kind: PlanKind, layout: KVLayout, group: LayerGroup | None, loss: float, *, kept: bool = False
+    ) -> None:
         num_layers = layout.num_layers
-        self.kind, self.group, self.loss = kind, group, loss
+        self.kind, self.group, self.loss, self.kept = kind, group, loss, kept
         start, stop = (num_layers, num_layers) if group is None else (group.start, group.stop)
         spans = (LayerGroup(0, start), LayerGroup(stop, num_layers))
         self.pulled = tuple(span for span in spans if len(span))
@@ -43,14 +49,16 @@ class Option:
         self.e_block_bytes = 0 if self.e_layer is None else layout.e_block_bytes
 
 
-# (option, loss, recomputed layers, bytes of KV pulled per block): what is compared first, without a look at the option itself
-Priced = tuple[Option, float, int, int]
+# (option, loss, recomputed layers, bytes of E, and of KV and E, pulled per block), by rising layers: what is compared first,
+# without a look at the option itself
+Priced = tuple[Option, float, int, int, int]
 
 
 class Facts:
     """A receiver: its lineage, and by sender lineage id how deep both agree and which groups are allowed.
 
-    ``senders`` are the lineages whose blocks are of any use, ``exact_senders`` those that share at least one layer.
+    ``senders`` are the lineages whose blocks are of any use, ``exact_senders`` those that share at least one layer. ``losses``
+    are the profiled ones of all groups, rising.
     """
 
     def __init__(self, model: str, lineage: Lineage, family: FamilyView) -> None:
@@ -63,13 +71,15 @@ class Facts:
         self.shared = {key: shared_transition(sender, lineage) for key, sender in family.lineages.items()}
         self.shared[self.lineage_id] = self.num_layers
         self.whole = Option(PlanKind.EXACT, layout, None, 0.0)
-        self.kept = Option(PlanKind.PARTIAL, layout, None, 0.0)
+        self.kept = Option(PlanKind.PARTIAL, layout, None, 0.0, kept=True)
         self.from_layer = {
             layer: Option(PlanKind.SHARED_PREFIX, layout, LayerGroup(layer, self.num_layers), 0.0)
             for layer in range(1, self.num_layers)
         }
         groups = {key: self._groups(names, family) for key, names in family.models_of.items()}
         self.groups = {key: found for key, found in groups.items() if found and key != self.lineage_id}
+        losses = {option.loss for options in self.groups.values() for option in options}
+        self.losses = tuple(sorted(loss for loss in losses if math.isfinite(loss)))
         self._groups_for: dict[tuple[bytes, int, tuple[int, ...]], tuple[Priced, ...]] = {}
         self.exact_senders = frozenset(key for key, depth in self.shared.items() if depth > 0)
         self.senders = self.exact_senders.union(self.groups)
@@ -90,7 +100,13 @@ class Facts:
         found = self._groups_for.get(key)
         if found is None:
             found = tuple(
-                (option, option.loss, option.recomputed_layers, option.kv_block_bytes)
+                (
+                    option,
+                    option.loss,
+                    option.recomputed_layers,
+                    option.e_block_bytes,
+                    option.kv_block_bytes + option.e_block_bytes,
+                )
                 for option in self.groups.get(lineage_id, ())
                 if kv_layers >= option.needed_layers and (option.e_layer is None or option.e_layer in e_layers)
             )
@@ -100,16 +116,19 @@ class Facts:
         return found
 
     def _groups(self, senders: tuple[str, ...], family: FamilyView) -> tuple[Option, ...]:
-        options: dict[tuple[int, int], Option] = {}
+        options: dict[LayerGroup | None, Option] = {}
         for sender in senders:
             for choice in family.groups.get((sender, self.model), ()):
-                start, stop = choice.group.start, choice.group.stop
-                # a group of all layers reuses nothing
-                if 0 <= start < stop <= self.num_layers and stop - start < self.num_layers:
-                    known = options.get((start, stop))
-                    if known is None or choice.loss < known.loss:
-                        options[start, stop] = Option(PlanKind.PARTIAL, self.layout, choice.group, choice.loss)
-        return tuple(options.values())
+                known = options.get(choice.group)
+                if self._fits(choice.group) and (known is None or choice.loss < known.loss):
+                    options[choice.group] = Option(PlanKind.PARTIAL, self.layout, choice.group, choice.loss)
+        return tuple(sorted(options.values(), key=lambda option: (option.recomputed_layers, option.loss)))
+
+    def _fits(self, group: LayerGroup | None) -> bool:
+        """Full reuse does; so does a group within the layers, unless it is all of them: that reuses nothing."""
+        if group is None:
+            return True
+        return 0 <= group.start < group.stop <= self.num_layers and len(group) < self.num_layers
 
     def _share_after_base(self, family: FamilyView) -> float:
         if self.base_lineage is None:

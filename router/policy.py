@@ -48,7 +48,7 @@ __all__ = [
 _DEFAULTS = PolicySettings()
 _MAX_RECEIVERS = 3  # holders of the context that are weighed against each other
 _HOLDER = 0.125  # share of the context that a node must hold to count as one
-_MAX_CONSIDERED = 4
+_MAX_CONSIDERED = 6  # alternatives of a decision that are shown
 
 
 def choose(
@@ -61,20 +61,22 @@ def choose(
     if request.reuse is Reuse.OFF or desk.max_blocks == 0:
         receiver = min(receivers, key=lambda one: desk.alone_s(one, 0))
         why = "reuse is off" if request.reuse is Reuse.OFF else "the prompt is shorter than one block"
-        return _decision(desk, [desk.nothing(receiver)], why)
+        nothing = desk.nothing(receiver)
+        return _decision(desk, [nothing], nothing, why)
     search = Search(desk, matches)
     for receiver in _promising(search, receivers):
         search.on(receiver)
-    best = search.best
-    ordering = order_for(desk, family, search.base, best)
+    best = search.settle()
+    ordering = None if desk.only_own else order_for(desk, family, search.base, best)
     if ordering is None:
-        return _decision(desk, search.weighed, "")
-    if search.live(ordering, best):
+        return _decision(desk, search.weighed, best)
+    live = search.live(ordering, best)
+    if live is not None:
         order = msgspec.structs.replace(ordering.request, background=False)
-        return _decision(desk, search.weighed, "", ordering, live_order=order)
+        return _decision(desk, search.weighed, live, ordering=ordering, live_order=order)
     if ordering.background:
-        return _decision(desk, search.weighed, "", ordering, background_order=ordering.request)
-    return _decision(desk, search.weighed, "")
+        return _decision(desk, search.weighed, best, ordering=ordering, background_order=ordering.request)
+    return _decision(desk, search.weighed, best)
 
 
 def _receiving(model: str, nodes: Mapping[str, NodeView]) -> list[NodeView]:
@@ -111,14 +113,14 @@ def _promising(search: Search, receivers: Sequence[Receiver]) -> list[Receiver]:
 def _decision(
     desk: Desk,
     weighed: Sequence[Candidate],
-    why: str,
+    chosen: Candidate,
+    why: str = "",
     ordering: Ordering | None = None,
     live_order: OrderRequest | None = None,
     background_order: OrderRequest | None = None,
 ) -> Decision:
-    """Word the best of the candidates as a decision."""
-    chosen = min(weighed, key=rank_of)
-    reason = why or _reason(chosen, weighed)
+    """Word the chosen candidate as a decision."""
+    reason = why or _reason(desk, chosen, weighed)
     estimate = desk.estimate(chosen)
     if ordering is not None:
         reason += (
@@ -126,6 +128,7 @@ def _decision(
         )
         reason += ordering.request.node
         estimate = msgspec.structs.replace(estimate, saving_s=ordering.saving_s)
+    alternatives = _alternatives(chosen, weighed)
     return Decision(
         node=chosen.receiver.name,
         plan=desk.plan(chosen, reason),
@@ -135,35 +138,71 @@ def _decision(
         reason=reason,
         live_order=live_order,
         background_order=background_order,
-        considered=_considered(chosen, weighed),
+        considered=tuple([_considered(candidate, candidate is chosen) for candidate in alternatives]),
+        pull_bytes_per_s=_pull_bytes_per_s(desk, alternatives),
+        layer_tokens_per_s=chosen.receiver.rate,
     )
 
 
-def _reason(chosen: Candidate, weighed: Sequence[Candidate]) -> str:
+def _reason(desk: Desk, chosen: Candidate, weighed: Sequence[Candidate]) -> str:
+    target = ""
+    if desk.slo_s is not None:
+        kept = chosen.ttft_s <= desk.slo_s
+        target = (
+            f"; {'the least loss' if kept else 'the fastest, which is too late'} for the target of {desk.slo_s:.3f} s"
+        )
     if chosen.legs:
-        return f"{label(chosen)}, {chosen.ttft_s:.3f} s"
+        return f"{label(chosen)}, {chosen.ttft_s:.3f} s{target}"
     others = [candidate for candidate in weighed if candidate.legs]
     if not others:
         return "no usable KV of the context is held"
     best = min(others, key=rank_of)
-    return f"computing is estimated at {chosen.ttft_s:.3f} s, {label(best)} at {best.ttft_s:.3f} s"
+    return f"computing is estimated at {chosen.ttft_s:.3f} s, {label(best)} at {best.ttft_s:.3f} s{target}"
 
 
-def _considered(chosen: Candidate, weighed: Sequence[Candidate]) -> tuple[Considered, ...]:
-    return tuple(
-        Considered(
-            node=candidate.receiver.name,
-            kind=candidate.legs[-1].option.kind if candidate.legs else PlanKind.PRIVATE,
-            sources=tuple([leg.node for leg in candidate.legs]),
-            quality=quality_of(candidate.loss, candidate.exact),
-            loss=candidate.loss,
-            reused_blocks=candidate.stop,
-            ttft_s=candidate.ttft_s,
-            objective_s=candidate.objective,
-            chosen=candidate is chosen,
-        )
-        for candidate in sorted(weighed, key=rank_of)[:_MAX_CONSIDERED]
+def _alternatives(chosen: Candidate, weighed: Sequence[Candidate]) -> list[Candidate]:
+    """The chosen one and the best of each other kind, by rank."""
+    # plans that differ only in where they run, pull from and end are of one kind
+    kinds = {tuple([leg.option for leg in chosen.legs])}
+    found = [chosen]
+    for candidate in sorted(weighed, key=rank_of):
+        kind = tuple([leg.option for leg in candidate.legs])
+        if kind not in kinds:
+            kinds.add(kind)
+            found.append(candidate)
+            if len(found) == _MAX_CONSIDERED:
+                break
+    return found
+
+
+def _considered(candidate: Candidate, chosen: bool) -> Considered:
+    legs = candidate.legs
+    kind, group, longest = PlanKind.PRIVATE, None, 0
+    for leg in legs:
+        kind = leg.option.kind
+        if kind is PlanKind.PARTIAL and leg.stop - leg.start > longest:
+            group, longest = leg.option.group, leg.stop - leg.start
+    return Considered(
+        candidate.receiver.name,
+        kind,
+        tuple([leg.node for leg in legs]),
+        quality_of(candidate.loss, candidate.exact),
+        candidate.loss,
+        candidate.stop,
+        candidate.ttft_s,
+        candidate.objective,
+        chosen,
+        group,
     )
+
+
+def _pull_bytes_per_s(desk: Desk, alternatives: Sequence[Candidate]) -> float:
+    """The rate at which the chosen plan pulls, or else the best alternative that pulls."""
+    for candidate in alternatives:
+        for leg in candidate.legs:
+            if leg.node != candidate.receiver.name:
+                return candidate.receiver.bytes_per_s(leg.node, desk)
+    return 0.0
 
 
 def label(candidate: Candidate) -> str:

@@ -25,7 +25,8 @@ class PolicyRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``num_blocks`` is how many full blocks were hashed. ``share_hint`` is how many later requests are expected to start with
     this prompt (negative: unknown). ``fan_out`` is what the index has seen: (blocks, decayed number of other requests of the
     family that passed them), by rising blocks. ``order_id`` is a fresh id for the one prefill order that the decision may hold.
-    ``deadline_s`` is the time left until the client's deadline.
+    ``deadline_s`` is the time left until the client's deadline, ``slo_s`` that until its target for the first token (none: no
+    target; at most 0: missed already).
     """
 
     model: str
@@ -42,6 +43,7 @@ class PolicyRequest(msgspec.Struct, frozen=True, kw_only=True):
     fan_out: tuple[tuple[int, float], ...] = ()
     order_id: str = ""
     deadline_s: float | None = None
+    slo_s: float | None = None
 
 
 class NodeView(msgspec.Struct, frozen=True):
@@ -61,9 +63,10 @@ class NodeView(msgspec.Struct, frozen=True):
 
 
 class GroupChoice(msgspec.Struct, frozen=True):
-    """A recompute group that is allowed for a pair of models; ``loss`` is profiled, infinite if it never was."""
+    """A recompute group that is allowed for a pair of models (None: full reuse, nothing is recomputed); ``loss`` is profiled and
+    at least 0, infinite if it never was."""
 
-    group: LayerGroup
+    group: LayerGroup | None
     loss: float = math.inf
 
 
@@ -112,6 +115,7 @@ class PolicySettings(msgspec.Struct, frozen=True):
     - ``live_margin``: a live order is chosen only if its TTFT is at most this share of the best plan's without it.
     - ``spill_s``: a node that holds none of the context is chosen over one that does only if it is better by this much.
     - ``max_segments``: most segments of a plan.
+    - ``ttft_slo_s``: target for the first token of requests that name none (None: no target).
     """
 
     beta: float = 0.1
@@ -124,6 +128,7 @@ class PolicySettings(msgspec.Struct, frozen=True):
     cost: CostSettings = CostSettings()
     spill_s: float = 0.5
     max_segments: int = 16
+    ttft_slo_s: float | None = None
 
 
 class OrderRequest(msgspec.Struct, frozen=True):
@@ -143,7 +148,8 @@ class OrderRequest(msgspec.Struct, frozen=True):
 
 
 class Considered(msgspec.Struct, frozen=True):
-    """One alternative that the policy weighed. ``sources`` are the nodes of its segments, the receiver's own blocks included."""
+    """One alternative that the policy weighed. ``sources`` are the nodes of its segments, the receiver's own blocks included;
+    ``group`` is what its longest approximate segment recomputes (None: nothing, or there is none)."""
 
     node: str
     kind: PlanKind
@@ -154,10 +160,14 @@ class Considered(msgspec.Struct, frozen=True):
     ttft_s: float
     objective_s: float
     chosen: bool
+    group: LayerGroup | None = None
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Where the request runs and how. At most one of ``live_order`` (the plan pulls from it) and ``background_order`` is set."""
+    """Where the request runs and how. At most one of ``live_order`` (the plan pulls from it) and ``background_order`` is set.
+
+    ``pull_bytes_per_s`` and ``layer_tokens_per_s`` are the rates that the estimate went by (0: there was nothing to pull).
+    """
 
     node: str
     plan: ReusePlan
@@ -168,3 +178,5 @@ class Decision(msgspec.Struct, frozen=True):
     live_order: OrderRequest | None = None
     background_order: OrderRequest | None = None
     considered: tuple[Considered, ...] = ()
+    pull_bytes_per_s: float = 0.0
+    layer_tokens_per_s: float = 0.0

@@ -1,4 +1,4 @@
-"""The policy's search: candidates of one request on one receiver after the other, greedily extended. Pure."""
+"""The policy's search: candidates of one request on one receiver after the other, the best of them extended step by step. Pure."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvkin.router.ordering import Ordering, live_ready_s
 
 _MAX_PARTIAL = 2  # matches whose recompute groups are priced exactly: the most promising
 _MAX_CHAINS = 3  # matches of one lineage that are tried: the longest, and shorter ones with more layers
+_MAX_BEAM = 2  # plans of as many legs that are continued: the fastest is not always the one that begins best
 
 
 class Search:
@@ -27,6 +28,9 @@ class Search:
         self._own: list[Match] = []
         self._foreign: list[Match] = []
         self._bases: list[Candidate] = []
+        self._grown: list[
+            tuple[list[Candidate], Sequence[Match]]
+        ] = []  # by receiver: what was extended, with which matches
         self._reach = 0  # of the longest of other models' matches
         self._shortlists: dict[str, list[Match]] = {}
         self._sort(matches)
@@ -39,6 +43,11 @@ class Search:
             name, first, last = match.node, match.runs[0].provenance, match.runs[-1]
             node, lineage_id = nodes.get(name), first.lineage_id
             if node is None or not node.alive or (last.order_id and node.draining):
+                continue
+            if desk.only_own:
+                if lineage_id == own_id and not last.order_id:
+                    self.local.setdefault(name, []).append(match)
+                    self.held[name] = max(self.held.get(name, 0), min(last.stop_block, desk.max_blocks))
                 continue
             if last.order_id:
                 desk.ready_s[last.order_id] = live_ready_s(node, desk)
@@ -57,7 +66,37 @@ class Search:
 
     @property
     def best(self) -> Candidate:
-        return min(self.weighed, key=rank_of)
+        return min(self.weighed, key=rank_of if self.desk.slo_s is None else self._key)
+
+    def _key(self, candidate: Candidate) -> tuple[float, float, float]:
+        """What decides: the objective; under a target for the first token the least loss that keeps it, else the fastest."""
+        slo_s = self.desk.slo_s
+        if slo_s is None:
+            return 0.0, 0.0, candidate.rank
+        if candidate.ttft_s > slo_s:
+            return 1.0, candidate.ttft_s, candidate.rank
+        return 0.0, candidate.loss, candidate.rank
+
+    def settle(self) -> Candidate:
+        """The best of all. Under a target for the first token that the fastest plan keeps with some loss, look for the plan that
+        keeps it with the least: the fastest plan within ever tighter bounds."""
+        desk, best = self.desk, self.best
+        if desk.slo_s is None or best.ttft_s > desk.slo_s:
+            return best
+        asked, bounds = desk.max_loss, [loss for loss in desk.facts.losses if loss < best.loss]
+        first, last = 0, len(bounds)
+        while first < last:
+            middle = (first + last) // 2
+            desk.max_loss = bounds[middle]
+            for bases, foreign in self._grown:
+                self._grow([base for base in bases if base.loss <= desk.max_loss], foreign)
+            best = self.best
+            if best.loss <= bounds[middle]:
+                last = middle
+            else:
+                first = middle + 1
+        desk.max_loss = asked
+        return best
 
     def _short(self, name: str, matches: Sequence[Match]) -> list[Match]:
         found = self._shortlists.get(name)
@@ -82,22 +121,39 @@ class Search:
         self._bases.append(exact)
         if exact.stop == desk.max_blocks and all(leg.node == receiver.name for leg in exact.legs):
             return  # everything is here already, and exact: nothing can be better on this receiver
-        if self._reach <= exact.stop:
-            return
-        foreign = self._foreign_for(receiver.name)
-        best = exact
-        for base in (exact, *tainted):
-            longer = self._best_longer(base, foreign)
-            if longer is not None and longer.rank < best.rank:
-                best = longer
-        while best is not exact:
-            longer = self._best_longer(best, foreign)
-            if longer is None or longer.rank >= best.rank:
-                return
-            best = longer
+        if self._reach > exact.stop:
+            bases, foreign = [exact, *tainted], self._foreign_for(receiver.name)
+            self._grown.append((bases, foreign))
+            self._grow(bases, foreign)
 
-    def live(self, ordering: Ordering, best: Candidate) -> bool:
-        """Weigh pulling from an order while it is computed; whether that beats ``best``, the best without it."""
+    def _grow(self, beam: list[Candidate], foreign: Sequence[Match]) -> None:
+        """Weigh what continues the candidates of ``beam`` with other models' blocks, then what continues that, and so on."""
+        desk = self.desk
+        reach = min(self._reach, desk.max_blocks)
+        for _ in range(desk.max_legs):
+            found: list[Candidate] = []
+            for base in beam:
+                if base.stop < reach:
+                    found += self._longer(base, foreign)
+            if not found:
+                return
+            self.weighed += found
+            beam = self._worth_continuing(found, reach)
+
+    def _worth_continuing(self, found: list[Candidate], reach: int) -> list[Candidate]:
+        """Those that would be the best plan if the rest of the matches cost nothing, the most hopeful first."""
+        best = min(self.weighed, key=rank_of).rank
+        hopes: list[tuple[float, int, Candidate]] = []
+        for number, candidate in enumerate(found):
+            if candidate.stop < reach:
+                hope = candidate.rank - self.desk.computed_s(candidate, reach)
+                if hope < best:
+                    hopes.append((hope, number, candidate))
+        hopes.sort()
+        return [candidate for _, _, candidate in hopes[:_MAX_BEAM]]
+
+    def live(self, ordering: Ordering, best: Candidate) -> Candidate | None:
+        """Weigh pulling from an order while it is computed; the best such plan if it beats ``best``, the best without it."""
         desk, order = self.desk, ordering.request
         desk.ready_s[order.order_id] = ordering.ready_s
         candidates = []
@@ -106,16 +162,24 @@ class Search:
                 if found.legs[-1].run.order_id == order.order_id:
                     found.work = msgspec.structs.replace(found.work, order_s=ordering.order_s)
                     candidates.append(desk.price(found))
-        live = min(candidates, key=rank_of, default=None)
+        live = min(candidates, key=self._key, default=None)
+        if live is None or not self._beats(live, best, ordering):
+            return None
+        self.weighed.append(live)
+        return live
+
+    def _beats(self, live: Candidate, best: Candidate, ordering: Ordering) -> bool:
+        desk, slo_s = self.desk, self.desk.slo_s
+        if slo_s is not None:
+            if self._key(live) >= self._key(best):
+                return False
+            kept = best.ttft_s <= slo_s
+            if live.ttft_s <= slo_s and (not kept or live.loss < best.loss):
+                return True
         # the order's price is paid either way if it is worth it for others alone
-        rival = best.rank + (desk.policy.beta * ordering.order_s if ordering.background else 0.0)
-        if live is None or live.rank >= rival:
+        elif live.rank >= best.rank + (desk.policy.beta * ordering.order_s if ordering.background else 0.0):
             return False
-        if live.ttft_s > desk.policy.live_margin * best.ttft_s:
-            return False
-        live.rank = min(live.rank, best.rank)
-        self.weighed.insert(0, live)
-        return True
+        return live.ttft_s <= desk.policy.live_margin * best.ttft_s
 
     def _own_blocks(self, nothing: Candidate, local: Sequence[Match]) -> tuple[Candidate, list[Candidate]]:
         """The best candidate of exact blocks of the receiver's lineage, and the best with tainted ones if that is longer."""
@@ -145,19 +209,16 @@ class Search:
         longest = min(tainted, key=rank_of, default=None)
         return exact, [longest] if longest is not None and longest.stop > exact.stop else []
 
-    def _best_longer(self, base: Candidate, matches: Sequence[Match]) -> Candidate | None:
+    def _longer(self, base: Candidate, matches: Sequence[Match]) -> list[Candidate]:
         desk, facts = self.desk, self.desk.facts
-        if base.stop >= desk.max_blocks:
-            return None
         found: list[Candidate] = []
         for match in matches if base.exact else ():
             if match.runs[0].provenance.lineage_id in facts.exact_senders and match.runs[-1].stop_block > base.stop:
                 found += self._exactly(base, match)
         if not desk.only_exact and facts.groups:
-            for match in desk.most_promising(base, matches, _MAX_PARTIAL):
-                found += desk.with_partial(base, match)
-        self.weighed += found
-        return min(found, key=rank_of, default=None)
+            for match, option in desk.most_promising(base, matches, _MAX_PARTIAL):
+                found += desk.with_partial(base, match, option)
+        return found
 
     def _exactly(self, base: Candidate, match: Match) -> list[Candidate]:
         if match.runs[0].provenance.lineage_id == self.desk.facts.lineage_id:
