@@ -1,0 +1,525 @@
+"""The router's watch for drift, pure: estimates, bounds, who is blamed, what is switched off and what the policy then sees."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from policy_world import BLOCK, FAMILY, LAYERS, LINEAGES, exact, held, node, request, run, view
+
+from kvkin.kv.plan import Holder, LayerGroup, LayerSource, PlanKind, ReusePlan, Segment, private_plan, provenances
+from kvkin.router import policy
+from kvkin.router.drift import DriftWatch, chosen
+from kvkin.router.drift_estimate import Decayed, PairEstimate, left
+from kvkin.router.drift_memory import read_memory, write_memory
+from kvkin.router.drift_types import DriftBound, DriftSettings
+from kvkin.router.index import Match
+from kvkin.router.taints import Taints
+from kvkin.transport.messages import DriftStatus, Reuse
+from kvkin.transport.node_messages import DriftSample, DriftSource
+
+IDS = {name: lineage.id for name, lineage in LINEAGES.items()}
+BOUND = DriftBound(min_agreement=0.7, max_divergence=0.5)
+SETTINGS = DriftSettings(share=1.0, min_samples=4, half_life_samples=8.0, bound=BOUND)
+
+
+def source(sender: str, group: tuple[int, int] | None = (2, 6)) -> DriftSource:
+    return DriftSource(IDS[sender], sender, PlanKind.PARTIAL, group)
+
+
+def sample(
+    sender: str | Sequence[DriftSource] = "base",
+    receiver: str = "full",
+    agreement: float = 1.0,
+    divergence: float = 0.0,
+    *,
+    first: bool = True,
+    inherited: bool = False,
+) -> DriftSample:
+    sources = (source(sender),) if isinstance(sender, str) else tuple(sender)
+    return DriftSample("r1", IDS[receiver], sources, first, agreement, divergence, 8, inherited)
+
+
+def watch(settings: DriftSettings = SETTINGS, **more: object) -> DriftWatch:
+    return DriftWatch(settings, {"f": FAMILY}, **more)  # type: ignore[arg-type]
+
+
+def feed(watching: DriftWatch, samples: Iterable[DriftSample], now: float = 1.0) -> list[DriftStatus]:
+    return [one for each in samples for one in watching.sampled(each, now)]
+
+
+def states(watching: DriftWatch) -> dict[tuple[str, str], str]:
+    return {(one.sender, one.receiver): one.state for one in watching.status(1.0)}
+
+
+def plan(*spans: tuple[str, int, int, PlanKind], tail: int = 8) -> ReusePlan:
+    """Segments of blocks [start, stop) of a sender's exact KV under group [2, 6), then computed tokens."""
+    segments = []
+    for sender, start, stop, kind in spans:
+        holder = Holder(f"on-{sender}", exact(sender))
+        sources = (LayerSource(LayerGroup(0, 2), holder), LayerSource(LayerGroup(6, LAYERS), holder))
+        group, e_layer, e_holder = LayerGroup(2, 6), 2, holder
+        if kind is PlanKind.EXACT:
+            segments.append(
+                Segment(start * BLOCK, stop * BLOCK, (LayerSource(LayerGroup(0, LAYERS), holder),), kind=kind)
+            )
+        else:
+            segments.append(Segment(start * BLOCK, stop * BLOCK, sources, -1, e_layer, e_holder, group, kind))
+    last = segments[-1].stop if segments else 0
+    made = ReusePlan((*segments, Segment(last, last + tail)))
+    made.validate(LAYERS)
+    return made
+
+
+# --- estimates -----------------------------------------------------------------------------------------------------------
+
+values = st.lists(st.floats(0, 20), min_size=1, max_size=60)
+keeps = st.floats(0.5, 0.999)
+
+
+def decayed(seen: Iterable[float], keep: float) -> Decayed:
+    estimate = Decayed()
+    for value in seen:
+        estimate = estimate.with_value(value, keep)
+    return estimate
+
+
+@given(values, keeps)
+def test_a_decayed_mean_is_the_weighted_mean_of_its_definition(seen: list[float], keep: float) -> None:
+    weights = [keep ** (len(seen) - 1 - index) for index in range(len(seen))]
+    found = decayed(seen, keep)
+    assert found.mean == pytest.approx(math.fsum(w * v for w, v in zip(weights, seen, strict=True)) / sum(weights))
+    assert found.weight == pytest.approx(sum(weights))
+    assert found.squares == pytest.approx(sum(weight * weight for weight in weights))
+    assert min(seen) - 1e-9 <= found.mean <= max(seen) + 1e-9
+
+
+@given(st.floats(0, 20), keeps, st.integers(3, 80))
+def test_equal_samples_have_no_error(value: float, keep: float, count: int) -> None:
+    found = decayed([value] * count, keep)
+    assert found.mean == pytest.approx(value)
+    assert found.error <= 1e-5 * (1 + value)
+
+
+def test_the_error_is_that_of_the_mean_and_unknown_for_one_sample() -> None:
+    assert Decayed().error == math.inf
+    assert decayed([1.0], 0.9).error == math.inf
+    # without decay: the textbook's, sqrt(s^2 / n)
+    seen = [0.0, 1.0, 1.0, 1.0]
+    assert decayed(seen, 1.0).error == pytest.approx(math.sqrt(0.25 / 4))
+
+
+@given(values, values)
+def test_what_is_old_is_forgotten(old: list[float], new: list[float]) -> None:
+    """Half a weight every eight samples: after a hundred of them, what came before moves the mean by less than a thousandth."""
+    keep = 0.5 ** (1 / 8)
+    filled = [new[index % len(new)] for index in range(100)]
+    assert abs(decayed(old + filled, keep).mean - decayed(filled, keep).mean) <= 20e-3
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.floats(0, 1), st.integers(1, 20))
+def test_a_pair_is_judged_only_on_enough_samples_and_beyond_its_error(
+    firsts: list[bool], least: float, min_samples: int
+) -> None:
+    bound = DriftBound(min_first_token=least)
+    estimate = PairEstimate()
+    for first in firsts:
+        estimate = estimate.with_sample(sample(first=first), least, 16.0)
+    why = left(estimate, bound, min_samples)
+    if why:
+        assert len(firsts) >= min_samples
+        assert estimate.first_token.mean < least
+    if estimate.first_token.mean >= least or len(firsts) < min_samples:
+        assert why == ""
+    if not any(firsts) and least > 0.01 and len(firsts) >= max(min_samples, 3):
+        assert why, "never once the same token, again and again: no doubt about that"
+
+
+def test_no_bound_is_never_left() -> None:
+    estimate = PairEstimate()
+    for _ in range(100):
+        estimate = estimate.with_sample(sample(agreement=0, divergence=20, first=False), None, 16.0)
+    assert left(estimate, DriftBound(), 1) == ""
+
+
+def test_each_group_is_held_to_what_it_promised() -> None:
+    """Full reuse that agrees in half of all cases keeps its word; the group that promised 0.9 does not."""
+    bound = DriftBound(by_group=((None, 0.4), ((2, 6), 0.9)))
+    halves = [True, False] * 8
+    for group, off in (((2, 6), True), (None, False)):
+        watching = watch(DriftSettings(share=1, min_samples=8, bounds={("base", "full"): bound}))
+        feed(watching, (sample([source("base", group)], first=first) for first in halves))
+        (status,) = watching.status(1.0)
+        assert (status.state == "off") is off
+        assert status.min_first_token == pytest.approx(0.9 if off else 0.4)
+        assert status.first_token == pytest.approx(0.5, abs=0.1)
+
+
+def test_the_bound_of_several_groups_in_one_plan_is_the_lowest() -> None:
+    bound = DriftBound(0.8, by_group=((None, 0.4), ((2, 6), 0.9)))
+    assert bound.least_first_token([(2, 6), None]) == 0.4
+    assert bound.least_first_token([(2, 6), (0, 3)]) == 0.8
+    assert bound.least_first_token([]) is None
+    assert DriftBound().least_first_token([(2, 6)]) is None
+
+
+# --- switching off ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_bad_pair_is_switched_off_once_it_has_enough_samples() -> None:
+    watching = watch()
+    assert states(watching) == {}
+    bad = [sample(agreement=0.1, divergence=3.0, first=False) for _ in range(4)]
+    assert feed(watching, bad[:3]) == []
+    # models with the same weights are one sender
+    assert states(watching) == {("base, copy", "full"): "watching"}
+    (switched,) = feed(watching, bad[3:])
+    assert (switched.state, switched.samples, switched.agreement) == ("off", 4, pytest.approx(0.1))
+    assert (switched.min_agreement, switched.max_divergence) == (0.7, 0.5)
+
+
+def test_a_fine_pair_stays_and_one_on_the_edge_gets_the_benefit_of_the_doubt() -> None:
+    watching = watch()
+    assert feed(watching, [sample(agreement=0.9, divergence=0.01)] * 50) == []
+    # below 0.7 on average, but so scattered that it may well be chance
+    edge = [sample(sender="other", agreement=value) for value in (1.0, 1.0, 0.0, 0.75)]
+    assert feed(watching, edge) == []
+    found = {one.sender: one.state for one in watching.status(1.0)}
+    assert found["other"] == "ok"
+    assert set(found.values()) == {"ok"}
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 20)), max_size=60))
+def test_off_is_for_good(figures: list[tuple[float, float]]) -> None:
+    """Once switched off, no sample brings the pair back, and it is reported as switched off once."""
+    watching = watch()
+    switched = feed(watching, [sample(agreement=0.0, divergence=9.0, first=False)] * 4)
+    assert len(switched) == 1
+    families = watching.families
+    assert feed(watching, (sample(agreement=a, divergence=d) for a, d in figures)) == []
+    assert set(states(watching).values()) == {"off"}
+    assert watching.families is families, "no new views where nothing was switched"
+
+
+@given(st.lists(st.sampled_from(["base", "other", "upper"]), max_size=30), st.data())
+def test_a_plan_of_several_senders_counts_for_each_of_them_in_full(senders: list[str], data: st.DataObject) -> None:
+    watching = watch(DriftSettings(share=1.0))
+    fed: dict[str, list[float]] = {}
+    for _ in senders:
+        named = data.draw(st.lists(st.sampled_from(["base", "other", "upper"]), min_size=1, max_size=4))
+        agreement = data.draw(st.floats(0, 1))
+        watching.sampled(sample([source(one) for one in named], agreement=agreement), 1.0)
+        for one in set(named):  # named twice, in two segments: still one sample
+            fed.setdefault(one, []).append(agreement)
+    found = {one.sender.split(",")[0]: one for one in watching.status(1.0)}
+    assert {name: one.samples for name, one in found.items()} == {name: len(seen) for name, seen in fed.items()}
+    for name, seen in fed.items():
+        assert found[name].agreement == pytest.approx(decayed(seen, 0.5 ** (1 / 32)).mean)
+
+
+def test_who_is_innocent_recovers_who_is_guilty_does_not() -> None:
+    """Blamed together once, a pair that is fine by itself is within its bound again soon; its fellow is not."""
+    watching = watch(msgspec.structs.replace(SETTINGS, min_samples=8))
+    both = [source("base"), source("other")]
+    feed(watching, [sample(both, agreement=0.0, divergence=1.0)] * 3)
+    feed(watching, itertools.chain.from_iterable([sample("base"), sample("other", agreement=0.1)] for _ in range(6)))
+    found = {one.sender.split(",")[0]: one.state for one in watching.status(1.0)}
+    assert found == {"base": "ok", "other": "off"}
+
+
+def test_a_pair_without_a_bound_is_only_watched() -> None:
+    watching = watch(DriftSettings(share=1.0, min_samples=1))
+    feed(watching, [sample(agreement=0.0, divergence=20.0, first=False)] * 40)
+    (status,) = watching.status(1.0)
+    assert (status.state, status.samples, status.min_agreement) == ("watching", 40, None)
+    assert watching.records(1.0) == ()
+
+
+def test_the_pairs_own_bound_comes_first() -> None:
+    settings = msgspec.structs.replace(SETTINGS, bounds={("other", "full"): DriftBound(min_agreement=0.01)})
+    watching = watch(settings)
+    feed(watching, [sample(name, agreement=0.2) for name in ("base", "other") for _ in range(6)])
+    found = {one.sender.split(",")[0]: one.state for one in watching.status(1.0)}
+    assert found == {"base": "off", "other": "ok"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"agreement": 1.5},
+        {"agreement": math.nan},
+        {"divergence": -0.1},
+        {"divergence": math.inf},
+        {"tokens": 0},
+        {"sources": ()},
+        {"sources": (source("base"),) * 65},
+        {"receiver": b"unknown"},
+        {"sources": (source("full"),)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_cannot_be_true_is_named(change: dict[str, object]) -> None:
+    assert watch().problem(sample()) == ""
+    assert watch().problem(msgspec.structs.replace(sample(), **change)) != ""
+
+
+def test_a_sender_that_is_not_known_here_is_left_out() -> None:
+    watching = watch()
+    stranger = DriftSource(b"stranger", "x", PlanKind.PARTIAL)
+    feed(watching, [sample([stranger, source("base")])])
+    assert len(watching.status(1.0)) == 1
+
+
+# --- which requests are checked --------------------------------------------------------------------------------------------
+
+PARTIAL, EXACT = PlanKind.PARTIAL, PlanKind.EXACT
+
+
+def test_only_plans_that_reuse_another_models_kv_approximately_are_checked() -> None:
+    watching = watch()
+    receiver = IDS["full"]
+    for one in (private_plan(40), plan(("full", 0, 2, EXACT)), plan(("base", 0, 2, PlanKind.SHARED_PREFIX))):
+        assert watching.check_of("r", one, receiver) is None
+    found = watching.check_of("r", plan(("full", 0, 1, EXACT), ("base", 1, 3, PARTIAL)), receiver)
+    assert found is not None
+    assert (found.tokens, found.sources, found.inherited) == (8, (source("base"),), False)
+    two = plan(("base", 0, 1, PARTIAL), ("other", 1, 3, PARTIAL), ("base", 3, 4, PARTIAL))
+    assert [one.model for one in watching.check_of("r", two, receiver).sources] == ["base", "other"]  # type: ignore[union-attr]
+
+
+def test_full_reuse_of_another_model_is_checked_and_own_tainted_blocks_alone_are_not() -> None:
+    watching, receiver = watch(), IDS["full"]
+    whole = (LayerSource(LayerGroup(0, LAYERS), Holder("n", exact("base"))),)
+    full_reuse = ReusePlan((Segment(0, 32, whole, kind=PARTIAL, loss=math.inf), Segment(32, 40)))
+    found = watching.check_of("r", full_reuse, receiver)
+    assert found is not None
+    assert found.sources == (source("base", None),)
+    tainted = provenances(plan(("base", 0, 2, PARTIAL)), receiver)[0]
+    own = (LayerSource(LayerGroup(0, LAYERS), Holder("n", tainted)),)
+    kept = Segment(0, 32, own, kind=PARTIAL)
+    # whose fault would it be? its blocks were checked, or not, when they were made
+    assert watching.check_of("r", ReusePlan((kept, Segment(32, 40))), receiver) is None
+    more = plan(("base", 0, 2, PARTIAL)).segments[0]
+    onward = ReusePlan((kept, msgspec.structs.replace(more, start=32, stop=64), Segment(64, 70)))
+    found = watching.check_of("r", onward, receiver)
+    assert found is not None
+    assert found.inherited
+
+
+@given(st.floats(0, 1))
+def test_the_share_is_kept_and_depends_on_the_id_alone(share: float) -> None:
+    ids = [f"abcdef-{number:06}" for number in range(2000)]
+    picked = [one for one in ids if chosen(one, share)]
+    assert abs(len(picked) / len(ids) - share) < 0.05
+    assert picked == [one for one in ids if chosen(one, share)]
+    assert {one for one in ids if chosen(one, share / 2)} <= set(picked)
+
+
+def test_no_share_no_check() -> None:
+    watching = watch(msgspec.structs.replace(SETTINGS, share=0.0))
+    assert watching.check_of("r", plan(("base", 0, 2, PARTIAL)), IDS["full"]) is None
+
+
+# --- what the policy sees --------------------------------------------------------------------------------------------------
+
+
+def switched_off(*senders: str, receiver: str = "full") -> DriftWatch:
+    watching = watch()
+    feed(watching, [sample(one, receiver, 0.0, 9.0, first=False) for one in senders for _ in range(4)])
+    return watching
+
+
+def decide(watching: DriftWatch, matches: list[Match], **how: object) -> policy.Decision:
+    nodes = view(node("d0", "full"), node("d1", "base"), node("d2", "other"))
+    asked = request("full", **how)
+    seen = msgspec.structs.replace(nodes, families=watching.families)
+    return watching.explained(policy.choose(asked, watching.usable(matches), seen), asked, matches)
+
+
+def test_views_are_new_only_when_the_set_of_pairs_changes() -> None:
+    watching = watch()
+    assert watching.families["f"] is FAMILY
+    feed(watching, [sample(agreement=0.0)] * 3)
+    assert watching.families["f"] is FAMILY
+    feed(watching, [sample(agreement=0.0)])
+    first = watching.families["f"]
+    assert first is not FAMILY
+    assert set(FAMILY.groups) - set(first.groups) == {("base", "full")}
+    feed(watching, [sample(agreement=0.0)] * 5)
+    assert watching.families["f"] is first
+
+
+def test_a_switched_off_sender_is_not_used_and_the_reason_says_so() -> None:
+    matches = [held("d1", "base", 100)]
+    before = decide(watch(), matches)
+    assert before.plan.kind is PARTIAL
+    after = decide(switched_off("base"), matches)
+    assert after.plan.kind is PlanKind.PRIVATE
+    assert "base" in after.reason
+    assert "drift" in after.reason
+    assert "agreement 0.00, bound 0.70, 4 checks" in after.reason
+    assert after.plan.reason == after.reason
+    # another sender goes on, and exact reuse, too
+    assert decide(switched_off("base"), [*matches, held("d2", "other", 100)]).plan.segments[0].nodes == ("d2",)
+    assert decide(switched_off("base"), [*matches, held("d0", "full", 90)]).quality == "exact"
+
+
+def test_shared_layers_of_a_switched_off_pair_stay() -> None:
+    """upper has the base's lower layers: what is exact needs no trust."""
+    watching = switched_off("base", receiver="upper")
+    asked = request("upper", reuse=Reuse.BOUNDED)
+    nodes = msgspec.structs.replace(view(node("d0", "upper"), node("d1", "base")), families=watching.families)
+    matches = [held("d1", "base", 100)]
+    found = watching.explained(policy.choose(asked, watching.usable(matches), nodes), asked, matches)
+    assert found.plan.kind is PlanKind.SHARED_PREFIX
+    assert "drift" not in found.reason, "nothing that the request could have had was left out"
+
+
+@pytest.mark.parametrize("reuse", [Reuse.EXACT, Reuse.OFF])
+def test_who_asks_for_exact_hears_nothing_of_it(reuse: Reuse) -> None:
+    assert "drift" not in decide(switched_off("base"), [held("d1", "base", 100)], reuse=reuse).reason
+
+
+def test_a_bounded_request_hears_of_it_if_its_bound_would_have_allowed_the_pair() -> None:
+    matches = [held("d1", "base", 100)]
+    for max_loss, told in ((0.03, True), (0.01, False)):
+        found = decide(switched_off("base"), matches, reuse=Reuse.BOUNDED, max_loss=max_loss)
+        assert ("drift" in found.reason) is told
+
+
+def tainted_match(made: ReusePlan, receiver: str, name: str) -> Match:
+    """What the receiver holds after it executed a plan: one run for each segment."""
+    runs = []
+    for segment, provenance in zip(made.segments, provenances(made, IDS[receiver]), strict=True):
+        runs.append(run(provenance, segment.start // BLOCK, -(-segment.stop // BLOCK)))
+    return Match(name, tuple(runs))
+
+
+def test_blocks_that_came_of_a_switched_off_pair_are_not_continued() -> None:
+    made = plan(("base", 0, 80, PARTIAL))
+    for known in (True, False):
+        watching = watch()
+        if known:
+            watching.dispatched(made, IDS["full"])
+        matches = [tainted_match(made, "full", "d0")]
+        assert decide(watching, matches).plan.kind is PARTIAL
+        feed(watching, [sample(agreement=0.0)] * 4)
+        after = decide(watching, matches)
+        assert after.plan.kind is PlanKind.PRIVATE
+        assert "blocks that came of a switched-off pair are not used" in after.reason
+
+
+def test_what_stands_before_the_taint_is_used() -> None:
+    made = plan(("full", 0, 60, EXACT), ("base", 60, 90, PARTIAL))
+    watching = switched_off("base")
+    matches = [tainted_match(made, "full", "d0")]
+    (cut,) = watching.usable(matches)
+    assert [one.provenance.exact for one in cut.runs] == [True]
+    assert decide(watching, matches).plan.reused_tokens == 60 * BLOCK
+
+
+def test_blocks_of_other_pairs_are_continued_where_their_history_is_known() -> None:
+    made = plan(("other", 0, 80, PARTIAL))
+    knowing, ignorant = switched_off("base"), switched_off("base")
+    knowing.dispatched(made, IDS["full"])
+    matches = [tainted_match(made, "full", "d0")]
+    assert list(knowing.usable(matches)) == matches
+    assert list(ignorant.usable(matches)) == [], "it may have come of the bad pair"
+
+
+def test_a_taint_is_followed_through_several_models() -> None:
+    """base -> full is off. What full made of it went on to other: it is not used there either."""
+    first = plan(("base", 0, 4, PARTIAL))
+    tainted = provenances(first, IDS["full"])[0]
+    group = LayerGroup(0, 4)
+    handed = Segment(
+        0, 64, (LayerSource(LayerGroup(4, LAYERS), Holder("d0", tainted)),), recompute=group, kind=PARTIAL, loss=0.03
+    )
+    second = ReusePlan((handed, Segment(64, 70)))
+    for bad, used in ((("base", "full"), False), (("full", "other"), False), (("upper", "base"), True)):
+        watching = watch()
+        watching.dispatched(first, IDS["full"])
+        watching.dispatched(second, IDS["other"])
+        feed(watching, [sample(bad[0], bad[1], 0.0)] * 4)
+        assert bool(watching.usable([tainted_match(second, "other", "d2")])) is used, bad
+
+
+def test_taints_are_bounded_and_forget_what_was_used_longest_ago() -> None:
+    taints = Taints(most=4)
+    made = [plan(("base", 0, stop, PARTIAL), tail=3) for stop in range(1, 8)]
+    for one in made:
+        taints.learn(one, IDS["full"])
+    assert len(taints) == 4
+    newest, oldest = provenances(made[-1], IDS["full"])[-1], provenances(made[0], IDS["full"])[-1]
+    assert taints.pairs_of(newest) == {(IDS["base"], IDS["full"])}
+    assert taints.pairs_of(oldest) is None
+    assert taints.pairs_of(exact("full")) == frozenset()
+    before = len(taints)
+    taints.learn(plan(("full", 0, 4, EXACT)), IDS["full"])
+    assert len(taints) == before
+
+
+def test_what_follows_unknown_blocks_is_unknown() -> None:
+    taints = Taints()
+    receiver = IDS["full"]
+    unknown = provenances(plan(("base", 0, 2, PARTIAL)), receiver)[0]
+    kept = Segment(0, 32, (LayerSource(LayerGroup(0, LAYERS), Holder("n", unknown)),), kind=PARTIAL)
+    more = msgspec.structs.replace(plan(("other", 0, 2, PARTIAL)).segments[0], start=32, stop=64)
+    made = ReusePlan((kept, more, Segment(64, 70)))
+    taints.learn(made, receiver)
+    assert all(taints.pairs_of(one) is None for one in provenances(made, receiver))
+
+
+# --- over a restart ----------------------------------------------------------------------------------------------------------
+
+
+def test_switched_off_pairs_survive_a_restart_with_the_same_bound_only(tmp_path: Path) -> None:
+    file = tmp_path / "drift" / "router-0.json"
+    assert read_memory(file) == ()
+    watching = switched_off("base")
+    write_memory(file, watching.records(11.0), clock=lambda: 1000.0)
+    remembered = read_memory(file, clock=lambda: 1500.0)
+    again = watch(remembered=remembered, now=50.0)
+    (status,) = again.status(60.0)
+    assert (status.state, status.samples, status.since_s) == ("off", 4, pytest.approx(10 + 500 + 10))
+    assert ("base", "full") not in again.families["f"].groups
+    assert decide(again, [held("d1", "base", 100)]).plan.kind is PlanKind.PRIVATE
+    # profiled again: another bound, a new judgement
+    for bound in (DriftBound(min_agreement=0.7, max_divergence=0.5, profile="new"), DriftBound(min_agreement=0.1)):
+        fresh = watch(msgspec.structs.replace(SETTINGS, bounds={("base", "full"): bound}), remembered=remembered)
+        assert fresh.status(1.0) == ()
+        assert fresh.families["f"] is FAMILY
+
+
+def test_other_weights_are_another_pair(tmp_path: Path) -> None:
+    record = switched_off("base").records(1.0)[0]
+    assert watch(remembered=[msgspec.structs.replace(record, sender=b"older weights")]).status(1.0) == ()
+
+
+def test_who_is_switched_off_stays_off_without_checks() -> None:
+    """share 0 stops the checks; it does not bring back what they have found."""
+    records = switched_off("base").records(1.0)
+    again = watch(msgspec.structs.replace(SETTINGS, share=0.0), remembered=records)
+    assert set(states(again).values()) == {"off"}
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"a": 1}', b'[{"since": "x"}]', b"\xff"])
+def test_a_spoilt_file_costs_the_memory_only(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "router.json"
+    file.write_bytes(content)
+    assert read_memory(file) == ()
+    assert file.read_bytes() == content
+    write_memory(file, switched_off("base").records(1.0))
+    assert len(read_memory(file)) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["router.json"]
+
+
+def test_a_file_that_cannot_be_written_costs_the_memory_only(tmp_path: Path) -> None:
+    (tmp_path / "blocked").write_text("a file, no folder")
+    write_memory(tmp_path / "blocked" / "router.json", switched_off("base").records(1.0))
