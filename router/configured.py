@@ -41,7 +41,7 @@ def settings_from(resolved: ResolvedCluster, name: str) -> RouterSettings:
 
 def _family(family: ResolvedFamily) -> FamilySettings:
     names = list(family.config.models)
-    groups = {(sender, receiver): family.group(sender, receiver) for sender in names for receiver in names}
+    groups = {(sender, receiver): _choices(family, sender, receiver) for sender in names for receiver in names}
     return FamilySettings(
         name=family.name,
         base_model=family.config.base,
@@ -49,8 +49,18 @@ def _family(family: ResolvedFamily) -> FamilySettings:
         tokenizer_digest=family.tokenizer_digest,
         vocab_size=family.vocab_size,
         transition_layers=family.transition_layers,
-        groups={pair: (GroupChoice(group),) for pair, group in groups.items() if group is not None},
+        groups={pair: choices for pair, choices in groups.items() if choices},
+        notes=tuple(family.profiles.warnings(family.name)),
     )
+
+
+def _choices(family: ResolvedFamily, sender: str, receiver: str) -> tuple[GroupChoice, ...]:
+    """What a pair may recompute: the points of its profile with their losses, else the configured group, unprofiled."""
+    profiled = family.profiles.pairs.get((sender, receiver))
+    if profiled is not None:
+        return tuple(GroupChoice(one.group, one.loss) for one in profiled.points)
+    group = family.group(sender, receiver)
+    return () if group is None else (GroupChoice(group),)
 
 
 def _models(family: ResolvedFamily) -> list[ModelSettings]:
@@ -107,8 +117,20 @@ def _policy(config: ClusterConfig) -> PolicySettings:
     chunk_tokens = min(family.chunk_tokens for family in config.families.values())
     return PolicySettings(
         beta=policy.beta,
+        exact_preference=policy.exact_preference,
         min_pull_tokens=max(policy.min_reuse_tokens, policy.bypass_tokens),
+        min_order_tokens=policy.min_order_tokens,
+        min_fan_out=policy.min_fan_out,
+        max_pool_queue_s=policy.max_pool_queue_s,
+        live_margin=policy.live_margin,
+        cost=CostSettings(
+            default_layer_tokens_per_s=policy.default_layer_tokens_per_s,
+            default_pull_bytes_per_s=policy.default_pull_bytes_per_s,
+            context_half_tokens=policy.context_half_tokens,
+            stream_overhead_s=policy.stream_overhead_s,
+            chunk_tokens=chunk_tokens,
+        ),
         spill_s=policy.spill_s,
         max_segments=policy.max_segments,
-        cost=CostSettings(chunk_tokens=chunk_tokens),
+        ttft_slo_s=policy.ttft_slo_s,
     )

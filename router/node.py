@@ -84,6 +84,8 @@ class RouterNode:
             choose=self._choose,
             switched_off=() if memory is None else read_memory(memory),
         )
+        for note in (note for family in settings.families.values() for note in family.notes):
+            log.warning("profile", problem=note)
         for pair in self.core.drift.status(self._loop.time()):
             log.warning("pair is still switched off for drift", sender=pair.sender, receiver=pair.receiver)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -5,17 +5,25 @@ Pure; the core's only way to the policy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from kvkin.router.drift import DriftWatch
 from kvkin.router.index import Match, PrefixIndex
 from kvkin.router.membership import Membership
 from kvkin.router.orders import Order
-from kvkin.router.policy_types import ClusterView, Decision, OrderRequest, PolicyRequest, PolicySettings
+from kvkin.router.policy_types import (
+    ClusterView,
+    Considered,
+    Decision,
+    OrderRequest,
+    PolicyRequest,
+    PolicySettings,
+)
 from kvkin.router.prompts import Prompt
 from kvkin.router.requests import Request
 from kvkin.router.settings import RouterSettings
-from kvkin.transport.messages import Reuse
+from kvkin.transport.messages import Alternative, DecisionInputs, Generate, Reuse
 from kvkin.transport.node_messages import Execute, PrefillOrder
 
 Choose = Callable[[PolicyRequest, Sequence[Match], ClusterView, PolicySettings], Decision]
@@ -41,10 +49,12 @@ class Planner:
         prompt, message = prompt_of(request), request.message
         model, family = self._settings.models[message.model], self._settings.family_of(message.model)
         reusing = message.reuse is not Reuse.OFF
-        fan_out = self._index.fan_out(family.name, model.name, prompt.hashes, now) if reusing else ()
-        if request.attempt == 0 and reusing and message.publish:
+        sharing = reusing and message.reuse is not Reuse.OWN
+        fan_out = self._index.fan_out(family.name, model.name, prompt.hashes, now) if sharing else ()
+        if request.attempt == 0 and sharing and message.publish:
             # a request that neither hits nor publishes is a measurement, not a sign of what is popular
             self._index.observe(family.name, model.name, prompt.hashes, now)
+        slo_s = self._slo_s(message)
         asked = PolicyRequest(
             model=model.name,
             family=family.name,
@@ -60,11 +70,28 @@ class Planner:
             fan_out=fan_out,
             order_id=order_id,
             deadline_s=request.deadline_at - now,
+            slo_s=None if slo_s is None else request.received_at + slo_s - now,
         )
         matches = self._index.match(prompt.hashes, prompt.root) if reusing else []
         view = ClusterView(self._membership.views(now, request.failed_on), self._drift.families)
         decision = self._choose(asked, self._drift.usable(matches), view, self._settings.policy)
         return self._drift.explained(decision, asked, matches)
+
+    def inputs(self, request: Request, decision: Decision) -> DecisionInputs:
+        """What the decision went by, for the report of ``request``."""
+        return DecisionInputs(
+            max_loss=request.message.max_loss,
+            slo_s=self._slo_s(request.message),
+            ttft_s=decision.estimate.ttft_s,
+            queue_s=decision.estimate.queue_s,
+            pull_bytes_per_s=decision.pull_bytes_per_s,
+            prefill_layer_tokens_per_s=decision.layer_tokens_per_s,
+            considered=tuple(map(_alternative, decision.considered)),
+        )
+
+    def _slo_s(self, message: Generate) -> float | None:
+        """The target for the first token, counted from the request's arrival: the client's, or else the cluster's."""
+        return self._settings.policy.ttft_slo_s if message.ttft_slo_s is None else message.ttft_slo_s
 
     def execute(self, request: Request, decision: Decision, now: float) -> Execute:
         """The message to the decode node; ``request.attempt_id`` names it."""
@@ -110,6 +137,18 @@ class Planner:
         )
         member.dispatched(len(message.token_ids), now)
         return record, message
+
+
+def _alternative(one: Considered) -> Alternative:
+    return Alternative(
+        node=one.node,
+        kind=one.kind,
+        group=None if one.group is None else (one.group.start, one.group.stop),
+        loss=one.loss if math.isfinite(one.loss) else None,
+        ttft_s=one.ttft_s,
+        sources=tuple(dict.fromkeys(one.sources)),
+        chosen=one.chosen,
+    )
 
 
 def context_of(request: Request, wanted: OrderRequest) -> tuple[str, bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 
 from kvkin.kv.errors import KvkinError
+from kvkin.router.policy_types import Decision
 from kvkin.router.prompts import Prompt
 from kvkin.transport.messages import Generate
 
@@ -68,6 +69,7 @@ class Request:
         self.first_token_at: float | None = None
         self.last_sent_at = now
         self.route_ms = 0.0
+        self.decision: Decision | None = None  # of the last attempt
         self._story: list[str] = [f"{now:.3f} received"]
 
     @property

@@ -76,6 +76,7 @@ class Serving:
             self.fail(request, Failure("internal", f"the router's policy failed: {error!r}", retryable=False))
             return
         request.route_ms = 1e3 * (self._stopwatch() - started)
+        request.decision = decision
         self._dispatch(request, decision)
 
     def _wait_for_node(self, request: Request, error: NodeUnavailable) -> None:
@@ -246,9 +247,11 @@ class Serving:
             ttft_ms=1e3 * (first_token_at - request.received_at),
             total_ms=1e3 * (self._out.now - request.received_at),
         )
-        usage = Usage(len(prompt.token_ids), len(message.token_ids), message.report.tokens_reused)
+        assert request.decision is not None, f"{request.request_id} is done and was never routed"
+        report = msgspec.structs.replace(message.report, inputs=self._planner.inputs(request, request.decision))
+        usage = Usage(len(prompt.token_ids), len(message.token_ids), report.tokens_reused)
         self._out.count("finished")
-        self._out.count("fallbacks", int(bool(message.report.fallback)))
+        self._out.count("fallbacks", int(bool(report.fallback)))
         self._out.count("prompt_tokens", usage.prompt_tokens)
         self._out.count("cached_tokens", usage.cached_tokens)
         if prompt.tail is not None and message.token_ids and request.message.publish:
@@ -262,7 +265,7 @@ class Serving:
                 finish_reason=message.finish_reason,
                 usage=usage,
                 timings=timings,
-                report=message.report,
+                report=report,
                 logprobs=message.logprobs,
                 node=request.node,
             ),

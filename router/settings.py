@@ -34,7 +34,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FamilySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """One family. ``vocab_size`` counts the ids that all members share; ``groups`` are keyed by (sender, receiver)."""
+    """One family. ``vocab_size`` counts the ids that all members share; ``groups`` are keyed by (sender, receiver). ``notes``
+    say which profiles are not used, for the log."""
 
     name: str
     base_model: str
@@ -43,6 +44,7 @@ class FamilySettings(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     transition_layers: tuple[int, ...] = ()
     groups: Mapping[tuple[str, str], tuple[GroupChoice, ...]] = {}
+    notes: tuple[str, ...] = ()
 
 
 class NodeSettings(msgspec.Struct, frozen=True):
