@@ -127,7 +127,7 @@ METRICS: Mapping[str, EvaluationMetric] = {
         EvaluationMetric("f1", "token F1", 28, 1, token_f1),
         EvaluationMetric("exact_match", "exact match", 28, 1, exact_match),
         EvaluationMetric("rouge_l", "ROUGE-L", 96, 0, rouge_l),
-        EvaluationMetric("edit_similarity", "edit similarity of the next two lines", 56, 2, edit_similarity),
+        EvaluationMetric("edit_similarity", "edit similarity", 56, 2, edit_similarity),
         EvaluationMetric("loss", "likelihood of the answer", 0, 0, _no_text, needs_logits=True),
     )
 }
