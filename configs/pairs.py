@@ -6,8 +6,11 @@ unprofiled then, and everybody who looks is told why.
 
 from __future__ import annotations
 
+import enum
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,9 +18,12 @@ from kvkin.configs.convert import child_key
 from kvkin.configs.profiles import Profile, pairs_of, parse_profile, profile_data, stale_reason
 from kvkin.configs.schema import FamilyConfig, local_path
 from kvkin.kv.errors import ConfigError
-from kvkin.kv.frontier import Point, snap, useful
+from kvkin.kv.frontier import Point, point, snap, useful
 from kvkin.kv.layout import KVLayout
 from kvkin.kv.lineage import Lineage
+
+if TYPE_CHECKING:
+    from kvkin.configs.families import ResolvedFamily  # which loads profiles with this module
 
 Pair = tuple[str, str]  # (sender, receiver), by name
 
@@ -155,3 +161,52 @@ def load_profiles(
         if profile is not None and (listed or not others.issuperset(profile.pair)):
             loader.take(path, profile)
     return loader.result()
+
+
+class PairState(enum.StrEnum):
+    """``unprofiled`` pairs have a configured recompute group, used under ``reuse: any`` only. A ``refused`` pair has a profile that
+    does not hold, and such a group or none."""
+
+    PROFILED = "profiled"
+    REFUSED = "refused"
+    UNPROFILED = "unprofiled"
+
+
+class PairReuse(msgspec.Struct, frozen=True):
+    """What a pair may reuse approximately, and ``why``: the file of its profile, or the reason why that is refused.
+
+    ``points`` are the groups with their losses, infinite where they were never measured.
+    """
+
+    sender: str
+    receiver: str
+    state: PairState
+    points: tuple[Point, ...]
+    why: str = ""
+
+
+def pair_reuse(families: Iterable[ResolvedFamily]) -> list[PairReuse]:
+    """All pairs of models for which approximate reuse is allowed or was meant to be, by state, then in the order of the file."""
+    found = [
+        one
+        for family in families
+        for sender in family.models
+        for receiver in family.models
+        if (one := _reuse_of(family, sender, receiver)) is not None
+    ]
+    order = list(PairState)
+    return sorted(found, key=lambda one: order.index(one.state))
+
+
+def _reuse_of(family: ResolvedFamily, sender: str, receiver: str) -> PairReuse | None:
+    if family.models[sender].lineage.id == family.models[receiver].lineage.id:
+        return None  # exact, whatever a profile or a group says
+    profiled = family.profiles.pairs.get((sender, receiver))
+    if profiled is not None:
+        return PairReuse(sender, receiver, PairState.PROFILED, profiled.points, str(profiled.path))
+    group = family.group(sender, receiver)
+    points = () if group is None else (point(group, math.inf),)
+    for refused in family.profiles.refused:
+        if refused.pair == (sender, receiver):
+            return PairReuse(sender, receiver, PairState.REFUSED, points, f"{refused.path}: {refused.reason}")
+    return PairReuse(sender, receiver, PairState.UNPROFILED, points) if points else None

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from kvkin.configs.families import ResolvedCluster, ResolvedFamily
+from kvkin.configs.pairs import PairReuse, pair_reuse
 from kvkin.configs.schema import ClusterConfig, RouterNode
 from kvkin.kv.cost import CostSettings
 from kvkin.kv.errors import ConfigError
 from kvkin.router.drift_bounds import drift_settings
 from kvkin.router.policy_types import GroupChoice, PolicySettings
 from kvkin.router.settings import FamilySettings, Limits, ModelSettings, NodeSettings, RouterSettings, Timeouts
+from kvkin.transport.messages import PairGroup, PairStatus
+
+# A status reply tells of so many pairs: fifty adapters make 2,450.
+MAX_PAIRS = 200
 
 
 def settings_from(resolved: ResolvedCluster, name: str) -> RouterSettings:
@@ -35,6 +41,7 @@ def settings_from(resolved: ResolvedCluster, name: str) -> RouterSettings:
         limits=_limits(config),
         timeouts=_timeouts(config),
         policy=_policy(config),
+        pairs=tuple(map(_pair_status, pair_reuse(families)[:MAX_PAIRS])),
         drift=drift_settings(config, families, name),
     )
 
@@ -61,6 +68,17 @@ def _choices(family: ResolvedFamily, sender: str, receiver: str) -> tuple[GroupC
         return tuple(GroupChoice(one.group, one.loss) for one in profiled.points)
     group = family.group(sender, receiver)
     return () if group is None else (GroupChoice(group),)
+
+
+def _pair_status(pair: PairReuse) -> PairStatus:
+    groups = tuple(
+        PairGroup(
+            None if one.group is None else (one.group.start, one.group.stop),
+            one.loss if math.isfinite(one.loss) else None,
+        )
+        for one in pair.points
+    )
+    return PairStatus(pair.sender, pair.receiver, pair.state.value, groups, pair.why)
 
 
 def _models(family: ResolvedFamily) -> list[ModelSettings]:

@@ -210,6 +210,7 @@ class RouterCore:
             index_blocks=len(self.index),
             counters=dict(self.counters) | {"orders_open": len(self.serving.orders)},
             drift=self.drift.status(self._out.now),
+            pairs=self._settings.pairs,
         )
 
     def _prepared(self, event: PromptReady | PromptFailed) -> None:

@@ -13,6 +13,7 @@ from kvkin.kv.layout import KVLayout
 from kvkin.kv.lineage import Lineage
 from kvkin.router.drift_types import DriftSettings
 from kvkin.router.policy_types import FamilyView, GroupChoice, PolicySettings
+from kvkin.transport.messages import PairStatus
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +91,8 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything. Addresses are ZeroMQ endpoints to bind; port 0 (``tcp://127.0.0.1:0``) takes any free port.
+    """Everything. Addresses are ZeroMQ endpoints to bind; port 0 (``tcp://127.0.0.1:0``) takes any free port. ``pairs`` is what
+    ``status`` tells of which pairs of models are profiled.
 
     With an empty ``nodes`` any node whose models fit may register.
     """
@@ -112,6 +114,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
     policy: PolicySettings = PolicySettings()
+    pairs: tuple[PairStatus, ...] = ()
     drift: DriftSettings = DriftSettings()
 
     def family_of(self, model: str) -> FamilySettings:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvkin.tools.cluster_processes import NodeProcess, NodeState
+from kvkin.tools.pairs_view import pairs_table
 from kvkin.transport.messages import NodeStatus, StatusReply
 
 _STYLES = {
@@ -36,10 +37,12 @@ _FIRST = (
 
 
 def status_view(status: StatusReply) -> RenderableType:
-    """A whole status reply: one line on the router, the nodes, the counters."""
-    return Group(
-        _router_line(status), _nodes_table({node.name: node for node in status.nodes}, {}), counters_line(status)
-    )
+    """A whole status reply: one line on the router, the nodes, the counters, pairs of models."""
+    parts: list[RenderableType] = [_router_line(status), _nodes_table({node.name: node for node in status.nodes}, {})]
+    parts.append(counters_line(status))
+    if status.pairs:
+        parts += [Text(), pairs_table(status.pairs)]
+    return Group(*parts)
 
 
 def up_view(processes: Mapping[str, NodeProcess], status: StatusReply | None, note: str) -> RenderableType:

@@ -1,11 +1,13 @@
 """``kvkin config check`` and ``kvkin config show``: is a cluster file usable, and what does it say with all defaults?
 
 Runs in the CLI's process and imports no torch. ``check`` reads every checkpoint of the file and prints which layers each model
-shares with its base, so that a fine-tune which shares nothing is noticed before it is served.
+shares with its base, so that a fine-tune which shares nothing is noticed before it is served, and which pairs of models are
+profiled.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -18,8 +20,11 @@ from rich.table import Table
 
 from kvkin.configs.families import ResolvedCluster, ResolvedFamily, resolve_cluster
 from kvkin.configs.loader import load_cluster, show_cluster
+from kvkin.configs.pairs import PairReuse, pair_reuse
+from kvkin.configs.schema import ClusterConfig
 from kvkin.kv.errors import ConfigError
 from kvkin.kv.lineage import shared_depth, shared_transition
+from kvkin.tools.pairs_view import groups_text
 
 EXIT_UNUSABLE = 2
 # Hashing that takes longer than this says how far it is.
@@ -43,17 +48,24 @@ class ConfigCheck:
         console = Console(width=None if sys.stdout.isatty() else 160)
         for family in cluster.families.values():
             console.print(_family_table(cluster, family))
+        pairs = pair_reuse(cluster.families.values())
+        if pairs:
+            console.print(_pairs_table(pairs))
         for warning in cluster.warnings:
             console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
         config, models = cluster.config, sum(len(family.models) for family in cluster.families.values())
         counts = f"models: {models}, families: {len(config.families)}, nodes: {len(config.nodes)}"
+        for family in cluster.families.values():
+            for profile in family.profiles.refused:
+                if profile.malformed:
+                    return _refuse(self.file, ConfigError(str(profile.path), f"is no profile: {profile.reason}"))
         console.print(f"{self.file}: usable ({counts})", markup=False, highlight=False, soft_wrap=True)
         return 0
 
 
 @dataclass(frozen=True)
 class ConfigShow:
-    """Print a cluster file with every default filled in; it is a cluster file again."""
+    """Print a cluster file with every default filled in; it is a cluster file again. Comments name the pairs that are profiled."""
 
     file: Annotated[Path, tyro.conf.Positional]
     """The cluster file."""
@@ -61,10 +73,44 @@ class ConfigShow:
     def run(self) -> int:
         """Print YAML on stdout. Returns 0, or 2 after one line on stderr."""
         try:
-            print(show_cluster(load_cluster(self.file)), end="")
+            config = load_cluster(self.file)
         except ConfigError as error:
             return _refuse(self.file, error)
+        print(show_cluster(config), end="")
+        for line in _pair_comments(config):
+            print(f"# {line}")
         return 0
+
+
+def _pair_comments(config: ClusterConfig) -> list[str]:
+    """A line for each pair, where profiles are configured; whether they hold only the checkpoints can tell."""
+    if not any(family.profiles for family in config.families.values()):
+        return []
+    try:
+        pairs = pair_reuse(resolve_cluster(config, progress=_Progress()).families.values())
+    except ConfigError as error:
+        return [f"which profiles hold is not known: {' '.join(str(error).split())}"]
+    return [" ".join(f"{one.sender} -> {one.receiver}: {one.state}, {_points_text(one)}".split()) for one in pairs]
+
+
+def _pairs_table(pairs: list[PairReuse]) -> Table:
+    table = Table(title="reuse across models beyond what is shared exactly", title_justify="left")
+    for column in ("sender", "receiver", "state", "recomputed layers: loss", "profile"):
+        table.add_column(column, overflow="fold")
+    for one in pairs:
+        table.add_row(one.sender, one.receiver, one.state.value, groups_text(_groups(one)), one.why)
+    return table
+
+
+def _groups(pair: PairReuse) -> list[tuple[tuple[int, int] | None, float | None]]:
+    return [
+        (None if one.group is None else (one.group.start, one.group.stop), None if math.isinf(one.loss) else one.loss)
+        for one in pair.points
+    ]
+
+
+def _points_text(pair: PairReuse) -> str:
+    return f"{groups_text(_groups(pair)) or 'exact reuse only'}{f' ({pair.why})' if pair.why else ''}"
 
 
 def _refuse(file: Path, error: ConfigError) -> int:

@@ -294,6 +294,24 @@ class DriftStatus(msgspec.Struct, frozen=True):
     max_divergence: float | None
 
 
+class PairGroup(msgspec.Struct, frozen=True):
+    """Layers [start, stop) that a pair may recompute (nil: none, full reuse), and the loss of that (nil: unprofiled)."""
+
+    group: tuple[int, int] | None
+    loss: float | None
+
+
+class PairStatus(msgspec.Struct, frozen=True):
+    """A pair of models for which approximate reuse is configured. ``state``: ``profiled``, ``unprofiled`` (``reuse: any`` only), or
+    ``refused``: it has a profile that does not hold, ``why`` says for what reason (else: the profile's file)."""
+
+    sender: str
+    receiver: str
+    state: str
+    groups: tuple[PairGroup, ...]
+    why: str = ""
+
+
 class StatusReply(msgspec.Struct, frozen=True, tag="status_reply"):
     id: str
     router: str
@@ -303,6 +321,7 @@ class StatusReply(msgspec.Struct, frozen=True, tag="status_reply"):
     index_blocks: int
     counters: dict[str, int]
     drift: tuple[DriftStatus, ...] = ()
+    pairs: tuple[PairStatus, ...] = ()
 
 
 ClientRequest = Generate | Cancel | ListModels | AskStatus | Ping
