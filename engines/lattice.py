@@ -186,7 +186,8 @@ def divergences(ops: LayerOps, branches: Iterable[Tensor], reference: Tensor) ->
         if logits.shape[1:] != reference.shape:
             raise ValueError(f"reference: a vocabulary of {reference.shape[1]}, the model has {logits.shape[2]}")
         log_probabilities = logits.log_softmax(dim=-1)
-        found += (weights * (wanted - log_probabilities)).sum(dim=-1).mean(dim=-1).tolist()
+        # never negative but for rounding
+        found += (weights * (wanted - log_probabilities)).sum(dim=-1).mean(dim=-1).clamp(min=0).tolist()
     return found
 
 

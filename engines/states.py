@@ -7,7 +7,7 @@ of other nodes, no blocks, no plans: what a plan yields for the context is ``gro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from kvkin.engines.layer_ops import LayerOps
 from kvkin.kv.plan import LayerGroup
 
-CHUNK_TOKENS = 512
+CHUNK_TOKENS = 256
 """Rows of a context that run through a layer at once: enough for full speed, few enough that masks stay small."""
 
 
@@ -96,32 +96,37 @@ def full_states(
     return states
 
 
-@torch.inference_mode()
 def group_states(
     ops: LayerOps, token_ids: Sequence[int], sender: ContextStates, group: LayerGroup | None
 ) -> ContextStates:
-    """What a partial plan yields for the context (DroidSpeak, section 4): the receiver's KV inside ``group``, the sender's outside.
+    """What a partial plan yields for the context (DroidSpeak, section 4): KV inside ``group`` is the receiver's, outside the sender's.
 
     The receiver's layers run on the sender's hidden states entering ``group.start``, or on its own embeddings at 0; of the last
     of them only k and v are computed. None is full reuse. Layers outside are the sender's tensors, not copies.
 
     Raises ValueError where ``sender`` is of another context or model, lacks the hidden states, or the group is outside of it.
     """
+    return states_of_groups(ops, token_ids, sender, [group])[0]
+
+
+@torch.inference_mode()
+def states_of_groups(
+    ops: LayerOps, token_ids: Sequence[int], sender: ContextStates, groups: Sequence[LayerGroup | None]
+) -> list[ContextStates]:
+    """``group_states`` of several groups. Those that start at the same layer share what is computed, and its tensors."""
     check_sender(ops, token_ids, sender)
-    if group is None:
-        return ContextStates(list(sender.keys), list(sender.values))
-    if not 0 <= group.start < group.stop <= ops.num_layers:
-        raise ValueError(
-            f"group: [{group.start}, {group.stop}) is empty or outside of the layers 0 .. {ops.num_layers}"
-        )
+    reach: dict[int, int] = {}  # how far the groups of each start go
+    for group in groups:
+        if group is not None:
+            _check_group(ops, group)
+            reach[group.start] = max(group.stop, reach.get(group.start, 0))
     rows = ContextRows(ops, range(len(token_ids)))
-    entering = entering_states(ops, token_ids, sender, group.start)
-    states = ContextStates(sender.keys[: group.start], sender.values[: group.start])
-    for layer in range(group.start, group.stop):
-        entering = _append(states, rows, ops, layer, entering, last=layer == group.stop - 1)
-    states.keys += sender.keys[group.stop :]
-    states.values += sender.values[group.stop :]
-    return states
+    computed = {start: ContextStates([], []) for start in reach}
+    for start, stop in reach.items():
+        entering = entering_states(ops, token_ids, sender, start)
+        for layer in range(start, stop):
+            entering = _append(computed[start], rows, ops, layer, entering, last=layer == stop - 1)
+    return [_merged(sender, group, computed) for group in groups]
 
 
 @torch.inference_mode()
@@ -148,6 +153,8 @@ def blend_states(
     What becomes of the fresh KV of the tokens that were *not* chosen, at the check layer alone, is where implementations part:
     LMCache's blender leaves the sender's in place (the default here), ``vllm_blend`` keeps the fresh ones at no further cost
     (``update_check_layer``). Masks go by position and window, where ``vllm_blend`` aligns a triangle to the last row.
+
+    The paper's scheme of narrowing the choice further on later layers is in neither.
 
     Layer-tokens: all n in each layer up to and with the check layer, then the chosen rows in each.
 
@@ -221,6 +228,23 @@ def check_sender(ops: LayerOps, token_ids: Sequence[int], sender: ContextStates,
         raise ValueError(f"{name}: states of {sender.num_layers} layers, the model has {ops.num_layers}")
     if sender.num_tokens != len(token_ids):
         raise ValueError(f"{name}: states of {sender.num_tokens} tokens, token_ids has {len(token_ids)}")
+
+
+def _check_group(ops: LayerOps, group: LayerGroup) -> None:
+    if not 0 <= group.start < group.stop <= ops.num_layers:
+        raise ValueError(
+            f"group: [{group.start}, {group.stop}) is empty or outside of the layers 0 .. {ops.num_layers}"
+        )
+
+
+def _merged(sender: ContextStates, group: LayerGroup | None, computed: Mapping[int, ContextStates]) -> ContextStates:
+    """The sender's KV with that of ``group`` out of what was computed from its start on."""
+    keys, values = list(sender.keys), list(sender.values)
+    if group is not None:
+        inside = slice(group.start, group.stop)
+        keys[inside] = computed[group.start].keys[: len(group)]
+        values[inside] = computed[group.start].values[: len(group)]
+    return ContextStates(keys, values)
 
 
 def _append(states: ContextStates, rows: ContextRows, ops: LayerOps, layer: int, hidden: Tensor, last: bool) -> Tensor:
