@@ -32,6 +32,7 @@ from kvkin.transport.codec import encode, node_to_router
 from kvkin.transport.messages import NodeLoad
 from kvkin.transport.node_messages import (
     Done,
+    DriftCheck,
     Execute,
     Failed,
     Generated,
@@ -147,10 +148,19 @@ class ScriptedRouter:
         max_tokens: int = 6,
         publish: bool = True,
         deadline_s: float = WAIT_S,
+        check: DriftCheck | None = None,
+        **sampling: Any,
     ) -> None:
         addresses = {name: register.source_address for name, register in self.registers.items()}
-        sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
-        await self.send(node, Execute(request_id, model, tokens, ROOT, plan, sampling, publish, deadline_s, addresses))
+        how = Sampling(**{"max_tokens": max_tokens, "ignore_eos": True, **sampling})
+        execute = Execute(request_id, model, tokens, ROOT, plan, how, publish, deadline_s, addresses, check=check)
+        await self.send(node, execute)
+
+    async def beats(self, node: str, count: int) -> None:
+        """Until ``count`` more heartbeats have come: what a node has not begun meanwhile it does not begin."""
+        for _ in range(count):
+            last = self.heartbeats.get(node)
+            await self.until(lambda last=last: self.heartbeats.get(node) is not last)
 
     async def ended(self, request_id: str) -> Done | Failed:
         found = await self.until(lambda: self.of(Done, request_id) or self.of(Failed, request_id))
