@@ -70,10 +70,15 @@ def check(asked: PolicyRequest, decision: Decision, cluster: ClusterView) -> Non
     assert (decision.quality, decision.loss) == (final.quality, final.loss)
     if asked.reuse is Reuse.OFF:
         assert plan.kind is PlanKind.PRIVATE
-    if asked.reuse in (Reuse.EXACT, Reuse.OFF):
+    if asked.reuse is Reuse.OWN:
+        assert {segment.kind for segment in plan.segments} <= {PlanKind.EXACT, PlanKind.PRIVATE}
+        assert {name for segment in plan.segments for name in segment.nodes} <= {decision.node}
+        assert decision.live_order is decision.background_order is None
+        assert decision.estimate.pull_s == decision.pull_bytes_per_s == 0.0
+    if asked.reuse in (Reuse.EXACT, Reuse.OFF, Reuse.OWN):
         assert final.exact
     if asked.reuse is Reuse.BOUNDED:
-        assert final.exact or final.loss <= (asked.max_loss if asked.max_loss >= 0 else 0.0)
+        assert final.exact or final.loss <= (asked.max_loss if asked.max_loss >= 0 else 0.0) + 1e-12
         assert math.isfinite(final.loss)
     by_id = FAMILY.lineages
     for segment in plan.segments[:-1]:
@@ -90,7 +95,12 @@ def check(asked: PolicyRequest, decision: Decision, cluster: ClusterView) -> Non
                 assert segment.e_layer is not None
                 assert segment.e_layer <= shared
     assert decision.live_order is None or decision.background_order is None
-    assert sum(one.chosen for one in decision.considered) == 1
+    assert [one.chosen for one in decision.considered] == [True] + [False] * (len(decision.considered) - 1)
+    ours = decision.considered[0]
+    assert (ours.node, ours.loss, ours.ttft_s) == (decision.node, decision.loss, decision.estimate.ttft_s)
+    if asked.slo_s is not None and ours.ttft_s <= asked.slo_s:
+        # nothing that was weighed keeps the target with less loss
+        assert not any(one.ttft_s <= asked.slo_s and one.loss < ours.loss for one in decision.considered)
 
 
 # --- plain situations ---------------------------------------------------------------------------------------------------
@@ -170,6 +180,69 @@ def test_partial_reuse_keeps_the_bound(reuse: Reuse, max_loss: float, group: Lay
         assert decision.plan.kind is PlanKind.PARTIAL
         assert decision.plan.segments[0].e_layer == group.start
         assert decision.quality is Quality.BOUNDED
+
+
+FULL_REUSE = {("base", "full"): (GroupChoice(None, 0.03), GroupChoice(LayerGroup(2, 6), 0.02))}
+
+
+@pytest.mark.parametrize("max_loss", [0.03, 0.02])
+def test_full_reuse_is_a_group_like_the_others(max_loss: float) -> None:
+    cluster = view(node("d", "full"), PREFILL, family=family(FULL_REUSE))
+    asked = request("full", reuse=Reuse.BOUNDED, max_loss=max_loss)
+    decision = decide(asked, [held("p", "base", 100, ())], cluster)
+    if max_loss < 0.03:
+        assert decision.plan.kind is PlanKind.PRIVATE, "the smaller group needs hidden states that are not there"
+        return
+    segment = decision.plan.segments[0]
+    assert (segment.kind, segment.recompute, segment.e_layer, segment.loss) == (PlanKind.PARTIAL, None, None, 0.03)
+    assert segment.pulled_layers() == list(range(LAYERS))
+    assert decision.quality is Quality.BOUNDED
+    assert decision.loss == 0.03
+    # what follows is tainted by it, and never offered as exact
+    final = provenances(decision.plan, LINEAGES["full"].id)
+    assert not any(one.exact for one in final)
+    chosen = decision.considered[0]
+    assert (chosen.kind, chosen.group, chosen.sources) == (PlanKind.PARTIAL, None, ("p",))
+
+
+def test_full_reuse_of_blocks_that_the_node_holds_itself_keeps_its_loss() -> None:
+    """Another model's blocks on the very node: nothing moves, nothing is computed, and still it is not exact."""
+    cluster = view(node("d", "full", "base"), family=family(FULL_REUSE))
+    decision = decide(request("full"), [held("d", "base", 100)], cluster)
+    assert shape(decision) == [("partial", 0, 100, "d")]
+    assert (decision.loss, decision.plan.loss, decision.quality) == (0.03, 0.03, Quality.BOUNDED)
+
+
+@pytest.mark.parametrize("reuse", [Reuse.EXACT, Reuse.OWN, Reuse.OFF])
+def test_full_reuse_is_approximate(reuse: Reuse) -> None:
+    cluster = view(node("d", "full", "base"), family=family(FULL_REUSE))
+    assert decide(request("full", reuse=reuse), [held("d", "base", 100)], cluster).plan.kind is PlanKind.PRIVATE
+
+
+# --- own ----------------------------------------------------------------------------------------------------------------
+
+
+def test_own_is_what_an_engines_prefix_cache_does() -> None:
+    cluster = view(node("d", "full"), node("e", "full", queued_tokens=1e5), PREFILL)
+    matches = [held("d", "full", 40), held("e", "full", 90), held("p", "base", 100)]
+    asked = request("full", reuse=Reuse.OWN, order_id="o1", share_hint=9.0)
+    assert shape(decide(asked, matches, cluster)) == [("exact", 0, 40, "d")]
+    # the same request goes further where it may
+    exact_plan = decide(request("full", reuse=Reuse.EXACT), matches, cluster)
+    assert shape(exact_plan) == [("exact", 0, 40, "d"), ("exact", 40, 90, "e")]
+
+
+def test_own_takes_neither_shared_layers_nor_tainted_blocks() -> None:
+    cluster = view(node("d", "upper", "base"), PREFILL)
+    assert shape(decide(request("upper", reuse=Reuse.OWN), [held("d", "base", 100)], cluster)) == []
+    chain = Match("d", (run(exact("full"), 0, 20), run(TAINTED, 20, 40), run(ANSWER, 40, 90)))
+    decision = decide(request("full", reuse=Reuse.OWN), [chain], view(node("d", "full")))
+    assert shape(decision) == [("exact", 0, 20, "d")]
+
+
+def test_own_prefers_the_node_that_has_the_context() -> None:
+    cluster = view(node("d", "full", queued_tokens=500), node("e", "full"))
+    assert decide(request("full", reuse=Reuse.OWN), [held("d", "full", 100)], cluster).node == "d"
 
 
 @pytest.mark.parametrize("max_loss", [1.0, math.inf])
@@ -455,6 +528,7 @@ REQUESTS = st.builds(
     fan_out=st.sampled_from([(), ((20, 3.0), (30, 1.0)), ((400, 3.0),)]),
     order_id=st.sampled_from(["", "new"]),
     deadline_s=st.sampled_from([None, 0.0, 0.1, 10.0]),
+    slo_s=st.sampled_from([None, None, -1.0, 0.02, 0.1, 0.2, 5.0]),
 ).filter(lambda asked: asked.num_tokens > 0)
 
 

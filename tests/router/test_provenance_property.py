@@ -82,7 +82,12 @@ MODELS = {
     )
 }
 BY_LINEAGE = {one.lineage.id: one for one in MODELS.values()}
-GROUPS = (GroupChoice(LayerGroup(1, 3), 0.01), GroupChoice(LayerGroup(2, 3)), GroupChoice(LayerGroup(0, 2), 0.02))
+GROUPS = (
+    GroupChoice(LayerGroup(1, 3), 0.01),
+    GroupChoice(LayerGroup(2, 3)),
+    GroupChoice(LayerGroup(0, 2), 0.02),
+    GroupChoice(None, 0.03),
+)
 
 
 class Stored:
@@ -360,7 +365,7 @@ ASK = st.tuples(
     st.integers(0, 2),
     st.sampled_from([[0] * 10, [0] * 6, [1, 0]]),
     st.integers(1, 2),
-    st.sampled_from([Reuse.ANY, Reuse.ANY, Reuse.BOUNDED, Reuse.EXACT, Reuse.OFF]),
+    st.sampled_from([Reuse.ANY, Reuse.ANY, Reuse.BOUNDED, Reuse.EXACT, Reuse.OWN, Reuse.OFF]),
     st.booleans(),
     st.sampled_from([False, False, False, True]),
 )
@@ -386,7 +391,7 @@ def long_history(seed: int, free: float, num_steps: int = 120) -> World:
     favourite = choice.choice(sorted(MODELS))
     for _ in range(num_steps):
         model = favourite if choice.random() < 0.6 else choice.choice(sorted(MODELS))
-        reuse = choice.choice([Reuse.ANY, Reuse.ANY, Reuse.BOUNDED, Reuse.EXACT])
+        reuse = choice.choice([Reuse.ANY, Reuse.ANY, Reuse.BOUNDED, Reuse.EXACT, Reuse.OWN])
         new = [0] * choice.choice([2, 4, 8])
         world.conversations = world.conversations[:3]
         world.ask(model, choice.randrange(3), new, 1, reuse, choice.random() < free, choice.random() < 0.05)
