@@ -19,6 +19,7 @@ from rich.console import Console
 
 from kvkin.configs.loader import load_cluster
 from kvkin.kv.errors import ConfigError
+from kvkin.tools.decision_view import decision_view
 from kvkin.tools.report_view import answer_report, headline
 from kvkin.tools.router_address import DEFAULT_CONFIG, router_address
 from kvkin.transport.client import AsyncClient
@@ -47,8 +48,15 @@ class Ask:
     context_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File whose text stands before the question; "-" reads standard input."""
 
-    reuse: Literal["exact", "bounded", "any", "off"] = "bounded"
-    """What may be reused: only what gives the same result; also what a profile bounds; anything; or nothing."""
+    reuse: Literal["exact", "bounded", "any", "own", "off"] = "bounded"
+    """What may be reused: only what gives the same result; also what a profile bounds; anything; only what the answering node holds
+    of this model, as any engine does; or nothing."""
+
+    max_loss: float = 0.05
+    """Most loss of quality under "bounded", as profiles measure it."""
+
+    slo: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
+    """Target for the time to first token: takes the plan of the least loss that keeps it. Default: the cluster's, if it has one."""
 
     max_tokens: int = 128
     """Most tokens of the answer."""
@@ -74,8 +82,11 @@ class Ask:
     local: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Run the needed nodes of the cluster file in this process, for this question only."""
 
+    verbose: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Also show what the router went by when it chose the plan, and what else it weighed."""
+
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the answer and its reuse report as one JSON object instead of streaming."""
+    """Print the answer and its reuse report, decision included, as one JSON object instead of streaming."""
 
     def run(self) -> int:
         if self.local and self.address is not None:
@@ -88,6 +99,8 @@ class Ask:
         context = "" if self.context_file is None else read_context(self.context_file)
         asked: dict[str, Any] = {
             "reuse": self.reuse,
+            "max_loss": self.max_loss,
+            "ttft_slo_s": self.slo,
             "publish": self.publish,
             "sampling": Sampling(temperature=self.temperature, max_tokens=self.max_tokens),
         }
@@ -115,7 +128,7 @@ class Ask:
     async def _ask(self, client: AsyncClient, asked: dict[str, Any]) -> int:
         console = Console(highlight=False, soft_wrap=True)
         for model in self.warm:
-            first = asked | {"publish": True, "sampling": Sampling(max_tokens=1)}
+            first = asked | {"publish": True, "sampling": Sampling(max_tokens=1), "ttft_slo_s": None}
             warmed = await client.generate(model, **first)
             if not self.json:
                 console.print(headline(warmed))
@@ -127,6 +140,8 @@ class Ask:
             return 0
         answer = await stream_answer(client, self.model, asked, _write)
         console.print("\n", answer_report(answer), sep="")
+        if self.verbose and answer.report.inputs is not None:
+            console.print(decision_view(answer.report.inputs))
         return 0
 
 
