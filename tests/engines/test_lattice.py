@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from engine_harness import NUM_LAYERS, VARIANTS, contexts, exact, family, partial, plan_of
+from engine_harness import NUM_LAYERS, VARIANTS, contexts, family
 from mutants import Shifted
 from states_harness import (
     ANSWER,
@@ -347,55 +346,3 @@ def test_bad_input_of_layer_divergences_is_named(named: str, changed: int) -> No
     arguments[changed] = bad[changed]
     with pytest.raises(ValueError, match=named):
         layer_divergences(*arguments)
-
-
-# --- the demo family -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_demo_pair() -> None:
-    """SmolLM2-135M and a LoRA fine-tune of it on real text, against transformers with the adapter as peft applies it."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from kvkin.engines.loading import load_model
-    from kvkin.kv.errors import ConfigError
-    from kvkin.tools.smollm2 import prepare_base
-
-    root = Path(__file__).resolve().parents[2]
-    adapter = root / "configs" / "models" / "smollm2-135m-qa"
-    if not (adapter / "adapter_model.safetensors").is_file():
-        pytest.skip(f"the adapter {adapter.name} is not there; make it with kvkin finetune")
-    try:
-        base = prepare_base(root)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    torch.set_num_threads(1)  # under load, a second thread costs more than it gives
-    text = " ".join((root / "LICENSE").read_text(encoding="utf-8").split("TERMS AND CONDITIONS", 1)[1].split())
-    ids = AutoTokenizer.from_pretrained(base)(text).input_ids
-    context, suffix, answer = ids[:96], ids[96:108], ids[108:113]
-    models = [
-        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="sdpa").eval()
-        for _ in range(2)
-    ]
-    models[1] = PeftModel.from_pretrained(models[1], str(adapter)).merge_and_unload().eval()
-    held = dict(zip(("sender", "receiver"), (oracle.private(model, context) for model in models), strict=True))
-    reference_logits = oracle_logits(models[1], held["receiver"], suffix, answer)
-
-    ops = load_model(base, adapter, device="cpu", compute_dtype="float32").ops
-    sender = full_states(load_model(base, None, device="cpu", compute_dtype="float32").ops, context, keep_hidden=True)
-    wanted = forced_logits(ops, [full_states(ops, context)], suffix, answer)[0]
-    found = group_divergences(ops, context, sender, suffix, answer, (0, 10, 20), (10, 20, 30), wanted)
-    assert list(found) == [None, *lattice_groups((0, 10, 20), (10, 20, 30))]
-    assert found[LayerGroup(0, 30)] < 1e-6
-    for group, segment in (
-        (None, exact(0, 96, "sender", num_layers=30)),
-        (LayerGroup(0, 10), partial(0, 96, (0, 10), "sender", num_layers=30)),
-        (LayerGroup(10, 20), partial(0, 96, (10, 20), "sender", num_layers=30)),
-        (LayerGroup(20, 30), partial(0, 96, (20, 30), "sender", num_layers=30)),
-    ):
-        state = oracle.execute(models[1], context, plan_of(segment), held)
-        logits = oracle_logits(models[1], state, suffix, answer)
-        assert found[group] == pytest.approx(kl(reference_logits, logits), abs=TOLERANCE)
-        assert found[group] > 10 * TOLERANCE, "the two models differ here, or this proves nothing"
