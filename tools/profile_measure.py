@@ -15,8 +15,7 @@ from rapidfuzz.distance import Levenshtein
 from kvkin.engines.answers import forced_logits, greedy_answers
 from kvkin.engines.lattice import group_divergences, layer_divergences
 from kvkin.engines.layer_ops import LayerOps
-from kvkin.engines.states import ContextStates, full_states, group_states
-from kvkin.kv.plan import LayerGroup
+from kvkin.engines.states import ContextStates, full_states, group_states, states_of_groups
 from kvkin.tools.model_pair import Pair
 from kvkin.tools.profile_search import Group, name
 from kvkin.tools.quality_cases import Case
@@ -70,7 +69,7 @@ class CaseWork:
         """Score of the receiver's answer under each group, and how much of it is the full prefill's answer (``full``)."""
         pair, case = self.pair, self.case
         sender = full_states(pair.sender, case.context_ids, keep_hidden=True, chunk_tokens=self.chunk_tokens)
-        states = self._states(sender, groups)
+        states = states_of_groups(pair.receiver, case.context_ids, sender, groups)
         outcomes = self._outcome(pair.receiver, states)
         found = list(zip(map(name, groups), states, outcomes, strict=True))
         return {
@@ -88,29 +87,6 @@ class CaseWork:
                 group_states(self.pair.receiver, self.case.context_ids, sender, group)
                 seconds[name(group)].append(time.perf_counter() - began)
         return {key: sorted(values)[len(values) // 2] for key, values in seconds.items()}
-
-    def _states(self, sender: ContextStates, groups: Sequence[Group]) -> list[ContextStates]:
-        """States under each group. Groups that start at the same layer share one pass: it goes up to the last stop of them."""
-        longest: dict[int, int] = {}
-        for group in groups:
-            if group is not None:
-                longest[group.start] = max(longest.get(group.start, 0), group.stop)
-        passes = {
-            start: group_states(self.pair.receiver, self.case.context_ids, sender, LayerGroup(start, stop))
-            for start, stop in longest.items()
-        }
-        found = []
-        for group in groups:
-            inside = passes[group.start] if group is not None else sender
-            layers = range(len(sender.keys))
-            found.append(
-                ContextStates(
-                    [inside.keys[i] if group is not None and i in group else sender.keys[i] for i in layers],
-                    [inside.values[i] if group is not None and i in group else sender.values[i] for i in layers],
-                    [],
-                )
-            )
-        return found
 
     def _outcome(self, ops: LayerOps, states: Sequence[ContextStates]) -> list[list[int]]:
         """What is answered over each of ``states``; of a metric that needs no answer the gold one's most likely tokens."""
