@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvkin.decode_nodes.sources import PlanSources
 from kvkin.engines.api import Counters
-from kvkin.kv.plan import LayerGroup, ReusePlan, Segment, provenances
+from kvkin.kv.plan import LayerGroup, PlanKind, ReusePlan, Segment, provenances
 from kvkin.transport.messages import ReuseReport, SegmentReport, Timings
 from kvkin.transport.node_messages import Execute
 
@@ -17,7 +17,8 @@ def fallback_plan(plan: ReusePlan, node: str, reason: str) -> ReusePlan:
     """The private plan after a source failed; leading segments that this node holds itself exactly are kept."""
     kept: list[Segment] = []
     for segment in plan.segments:
-        own = bool(segment.sources) and segment.nodes == (node,) and segment.recompute is None
+        # another model's blocks may lie here as well, and be reused whole: that is approximate
+        own = segment.kind is PlanKind.EXACT and segment.nodes == (node,)
         if not own or not all(source.holder.provenance.exact for source in segment.sources):
             break
         kept.append(segment)

@@ -30,10 +30,13 @@ def sources(draw: st.DrawFn, layers: list[int]) -> tuple[LayerSource, ...]:
 @st.composite
 def segments(draw: st.DrawFn, start: int, stop: int, num_layers: int) -> Segment:
     every = list(range(num_layers))
-    shapes = ["computed", "exact", "rows", *(["partial"] if num_layers > 1 else [])]
+    shapes = ["computed", "exact", "rows", "full", *(["partial"] if num_layers > 1 else [])]
     match draw(st.sampled_from(shapes)):
         case "exact":
             return Segment(start, stop, draw(sources(every)), start, kind=PlanKind.EXACT)
+        case "full":
+            loss = draw(st.sampled_from([0.0, 0.25, float("inf")]))
+            return Segment(start, stop, draw(sources(every)), start, kind=PlanKind.PARTIAL, loss=loss)
         case "rows":
             rows = draw(st.lists(st.integers(start, stop - 1), unique=True, max_size=stop - start))
             recompute = TokenRows(tuple(sorted(rows)))

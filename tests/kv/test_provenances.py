@@ -70,6 +70,21 @@ def test_everything_after_a_partial_segment_is_tainted() -> None:
     assert all(provenance.lineage_id == b"mine" for provenance in found)
 
 
+def test_full_reuse_of_another_model_taints() -> None:
+    """Nothing is recomputed, all is pulled from one holder of exact blocks, and still it is not what the model computes."""
+    full = pulled(0, 16, OTHER, PlanKind.PARTIAL, loss=0.03)
+    first, computed = provenances(ReusePlan((full, Segment(16, 40))), b"mine")
+    assert not first.exact
+    assert first.quality is Quality.BOUNDED
+    assert first.loss == computed.loss == 0.03
+    assert first.key not in (MINE.key, OTHER.key)
+    # the name tells full reuse of one model from that of another, and from a recompute group
+    third = segment_provenance(pulled(0, 16, exact_provenance(b"third"), PlanKind.PARTIAL, 0.03), MINE, b"mine")
+    assert len({first.key, third.key, TAINTED.key}) == 3
+    # even a loss of 0 is no exactness
+    assert not segment_provenance(pulled(0, 16, OTHER, PlanKind.PARTIAL), MINE, b"mine").exact
+
+
 @given(plans(4))
 def test_the_taint_never_goes_away(plan: ReusePlan) -> None:
     found = provenances(plan, b"mine")
