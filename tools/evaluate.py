@@ -258,9 +258,9 @@ class Evaluate:
         if len(left) < len(cases):
             say(f"going on: {len(cases) - len(left)} of {len(cases)} cases are measured")
         pair = load_pair(family, self.sender, self.receiver)
-        eta = Eta(f"{len(arms)} arms", len(cases), len(cases) - len(left), say)
         # the first run of everything is slower: it allocates and fills caches
         measure_case(pair, min((case for _, case in left), key=lambda case: case.num_tokens), arms, metric, turn=0)
+        eta = Eta(f"{len(arms)} arms", len(cases), len(cases) - len(left), say)
         for turn, case in left:
             log.add(STAGE, case.id, measure_case(pair, case, arms, metric, turn=turn))
             eta.step()

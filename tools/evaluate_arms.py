@@ -101,22 +101,20 @@ def measure_case(
     turn: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
-    """Every arm on one case: ``{"tokens", "suffix_tokens", "arms": {name: {"score", "ttft_s", ...}}}``.
+    """Every arm (the sender among them) on one case: ``{"tokens", "suffix_tokens", "arms": {name: {"score", "ttft_s", ...}}}``.
 
-    Arms run one after the other, and ``turn`` (the case's number) decides which of them is first, so that drift of the machine
-    hits none more than another. The sender's states exist before any clock starts.
+    The sender goes first: its states are what the others reuse. The receiver's arms follow one after the other, and ``turn`` (the
+    case's number) decides which of them begins, so that drift of the machine hits none more than another.
     """
     with_hidden = any(arm.group is not None and arm.group.start for arm in arms)
-    sender = full_states(
-        pair.sender, case.context_ids, keep_hidden=with_hidden, chunk_tokens=pair.family.config.chunk_tokens
-    )
     states: dict[str, ContextStates] = {}
     records: dict[str, dict[str, Any]] = {}
-    start = turn % len(arms)
-    for arm in (*arms[start:], *arms[:start]):
+    receiving = [arm for arm in arms if arm.kind != "sender"]
+    start = turn % len(receiving)
+    for arm in (Arm("sender"), *receiving[start:], *receiving[:start]):
         ops = pair.sender if arm.kind == "sender" else pair.receiver
         began = clock()
-        states[arm.name], layer_tokens = _states(arm, pair, case, sender)
+        states[arm.name], layer_tokens = _states(arm, pair, case, states.get("sender"), with_hidden)
         forced_logits(ops, [states[arm.name]], case.suffix_ids, [0])  # the logits of one token: the first
         _settle(ops)
         records[arm.name] = {
@@ -124,31 +122,31 @@ def measure_case(
             "layer_tokens": layer_tokens,
             "bytes": arm.pulled_bytes(len(case.context_ids), pair.family.layout),
         }
-    receiving = [arm.name for arm in arms if arm.kind != "sender"]
-    outcomes = dict(
-        zip(receiving, _outcomes(pair, pair.receiver, case, metric, [states[key] for key in receiving]), strict=True)
-    )
-    if "sender" in states:
-        outcomes["sender"] = _outcomes(pair, pair.sender, case, metric, [states["sender"]])[0]
-    for arm in arms:
-        records[arm.name] |= outcomes[arm.name]
+    names = [arm.name for arm in receiving]
+    found = _outcomes(pair, pair.receiver, case, metric, [states[key] for key in names])
+    outcomes = dict(zip(names, found, strict=True))
+    outcomes["sender"] = _outcomes(pair, pair.sender, case, metric, [states["sender"]])[0]
     return {
         "tokens": len(case.context_ids),
         "suffix_tokens": len(case.suffix_ids),
-        "arms": {arm.name: records[arm.name] for arm in arms},
+        "arms": {arm.name: records[arm.name] | outcomes[arm.name] for arm in arms},
     }
 
 
-def _states(arm: Arm, pair: Pair, case: Case, sender: ContextStates) -> tuple[ContextStates, int]:
-    """An arm's states of the context, and the layer-tokens computed for them."""
-    ops, context = pair.receiver, case.context_ids
+def _states(
+    arm: Arm, pair: Pair, case: Case, sender: ContextStates | None, with_hidden: bool
+) -> tuple[ContextStates, int]:
+    """An arm's states of the context, and the layer-tokens computed for them; ``sender`` are the sender's, once it has some."""
+    ops, context, chunk = pair.receiver, case.context_ids, pair.family.config.chunk_tokens
+    if arm.kind == "sender":
+        states = full_states(pair.sender, context, keep_hidden=with_hidden, chunk_tokens=chunk)
+        return states, pair.sender.num_layers * len(context)
+    if arm.kind == "full":
+        return full_states(ops, context, chunk_tokens=chunk), ops.num_layers * len(context)
+    assert sender is not None, "the sender goes first"
     if arm.kind == "blend":
         assert arm.ratio is not None
         return blend_states(ops, context, sender, ratio=arm.ratio, check_layer=arm.check_layer)
-    if arm.kind in ("full", "sender"):
-        ops = pair.sender if arm.kind == "sender" else ops
-        states = full_states(ops, context, chunk_tokens=pair.family.config.chunk_tokens)
-        return states, ops.num_layers * len(context)
     return group_states(ops, context, sender, arm.group), len(arm.group or ()) * len(context)
 
 

@@ -142,8 +142,14 @@ def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
 
 
 def draw(result: Mapping[str, Any], stem: Path) -> list[Path]:
-    """Mean score over median time to first token, an arm a point with its interval; writes ``stem``.svg and .png."""
+    """Mean score over median time to first token, an arm a point; writes ``stem``.svg and .png.
+
+    Bars are the paired interval of the difference to full prefill: those of the scores themselves mostly show how unlike the cases
+    are, which is the same in every arm.
+    """
     figure, axes = new_figure()
+    full = next(arm for arm in result["arms"] if arm["kind"] == "full")
+    axes.axhline(full["score"]["estimate"], color=COLOURS["full"], linewidth=0.8, linestyle=":")
     for kind, words in LABELS.items():
         arms = sorted(
             (arm for arm in result["arms"] if arm["kind"] == kind), key=lambda arm: arm["ttft_ms"]["estimate"]
@@ -152,23 +158,34 @@ def draw(result: Mapping[str, Any], stem: Path) -> list[Path]:
             continue
         x = [arm["ttft_ms"]["estimate"] for arm in arms]
         y = [arm["score"]["estimate"] for arm in arms]
-        # an interval that is not known (one case) has no bars
-        bars = [[_reach(arm["score"], end) for arm in arms] for end in ("low", "high")]
+        bars = [[_reach(arm["difference"], end) for arm in arms] for end in ("low", "high")]
         line = "-" if kind == "blend" else ""
         axes.errorbar(
             x, y, yerr=bars, fmt=f"o{line}", color=COLOURS[kind], capsize=2, elinewidth=0.8, markersize=5, label=words
         )
         if kind in ("blend", "group"):
-            for arm, at, score in zip(arms, x, y, strict=True):
+            for number, (arm, at, score) in enumerate(zip(arms, x, y, strict=True)):
+                # ratios above their points, groups below, neighbours at different heights
+                above = 6 + 8 * (number % 2)
                 axes.annotate(
-                    label(arm).removeprefix(f"{words} "), (at, score), (4, 4), textcoords="offset points", fontsize=7
+                    label(arm).removeprefix(f"{words} "),
+                    (at, score),
+                    (4, above if kind == "blend" else -above - 5),
+                    textcoords="offset points",
+                    fontsize=7,
+                    color=COLOURS[kind],
                 )
     axes.set(xlabel="time to first token, ms (median, all KV local)", ylabel=result["metric"]["title"])
-    axes.set_title(f"{result['receiver']} on the KV of {result['sender']}, n = {result['cases']}", fontsize=10)
+    axes.set_title(
+        f"{result['receiver']} on the KV of {result['sender']}, n = {result['cases']}\n"
+        "bars: 95 % interval of the difference to full prefill",
+        fontsize=9,
+    )
     axes.set_xlim(left=0)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     return save_figure(figure, stem)
 
 
-def _reach(score: Mapping[str, Any], end: str) -> float:
-    return 0.0 if score[end] is None else abs(float(score[end]) - float(score["estimate"]))
+def _reach(difference: Mapping[str, Any], end: str) -> float:
+    """How far a bar goes; 0 for a bound that is not known (one case)."""
+    return 0.0 if difference[end] is None else abs(float(difference[end]) - float(difference["estimate"]))
