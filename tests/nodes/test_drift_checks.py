@@ -310,7 +310,7 @@ async def test_a_draining_node_begins_no_check(members: dict[str, Member], route
 
 
 async def test_a_check_gives_way_to_a_request_before_the_next_step(
-    members: dict[str, Member], router: ScriptedRouter, gate: Gate
+    members: dict[str, Member], router: ScriptedRouter, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The request's tokens and its order of steps are those of a node without a check; the check comes later, and is right."""
     async with cluster(members, router) as c:
@@ -318,8 +318,18 @@ async def test_a_check_gives_way_to_a_request_before_the_next_step(
         gate.hold_at = 5
         await c.execute("r")
         await inside(gate, router)
+        told: list[tuple[str, str]] = []
+        engine = c.node._engine
+        submit, cancel = engine.submit, engine.cancel
+        monkeypatch.setattr(
+            engine,
+            "submit",
+            lambda request, sink: (told.append(("submit", request.request_id)), submit(request, sink))[1],
+        )
+        monkeypatch.setattr(engine, "cancel", lambda name, why: (told.append(("cancel", name)), cancel(name, why))[1])
         await router.start(NODE, "real", "tune", TOKENS, private_plan(len(TOKENS)), publish=False)
         await router.until(lambda: router.load(NODE).running == 1)
+        assert told == [("cancel", "drift/r/1"), ("submit", "real")], "the engine hears of the cancel first"
         assert (router.load(NODE).checks_waiting, router.load(NODE).checks_running) == (1, 0)
         gate.release()
         done = await router.ended("real")
