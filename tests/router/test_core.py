@@ -47,13 +47,15 @@ from kvkin.router.events import (
 )
 from kvkin.router.index import Match
 from kvkin.router.planning import Choose
-from kvkin.router.policy_types import ClusterView, Decision, OrderRequest, PolicyRequest, PolicySettings
+from kvkin.router.policy_types import ClusterView, Considered, Decision, OrderRequest, PolicyRequest, PolicySettings
 from kvkin.router.prompts import Prompt, Tail
 from kvkin.router.settings import Limits, RouterSettings, Timeouts
 from kvkin.transport.messages import (
     Accepted,
+    Alternative,
     AskStatus,
     Cancel,
+    DecisionInputs,
     Error,
     Finished,
     Generate,
@@ -62,6 +64,7 @@ from kvkin.transport.messages import (
     NodeLoad,
     Ping,
     Pong,
+    Reuse,
     Sampling,
     StatusReply,
     Timings,
@@ -591,6 +594,103 @@ def test_a_waiting_request_gives_signs_of_life(sim: Sim) -> None:
     accepted = sim.replies(Accepted)
     assert len(accepted) == 5
     assert set(accepted) == {accepted[0]}
+
+
+# --- what a decision went by ---------------------------------------------------------------------------------------------
+
+
+def deciding(asked: list[PolicyRequest]) -> Choose:
+    """A policy that keeps what it was asked, and decides privately with figures of its own."""
+
+    def choose(
+        request: PolicyRequest, matches: Sequence[Match], view: ClusterView, weights: PolicySettings
+    ) -> Decision:
+        asked.append(request)
+        decision = choose_privately(request, matches, view, weights)
+        partial = Considered(
+            decision.node, PlanKind.PARTIAL, ("p0", "p0"), Quality.BOUNDED, 0.02, 1, 0.5, 0.6, False, LayerGroup(1, 2)
+        )
+        private = Considered(decision.node, PlanKind.PRIVATE, (), Quality.EXACT, 0.0, 0, 0.7, 0.8, True)
+        unprofiled = msgspec.structs.replace(partial, loss=float("inf"), group=None)
+        return msgspec.structs.replace(
+            decision,
+            estimate=Estimate(0.25, 0.0, 0.0, 0.0, 0.75, 0.0),
+            considered=(private, partial, unprofiled),
+            pull_bytes_per_s=2e6,
+            layer_tokens_per_s=1e4 * len(asked),
+        )
+
+    return choose
+
+
+def test_the_report_tells_what_the_decision_went_by(settings: RouterSettings) -> None:
+    sim = Sim(settings, deciding([]))
+    peer = sim.join("d0")
+    execute = sim.run(Generate("1", "base", prompt="hi", max_loss=0.03, ttft_slo_s=2.0))
+    sim.feed(NodeSaid(peer, done(execute, 7)))
+    (end,) = sim.replies(Finished)
+    assert end.report.inputs == DecisionInputs(
+        max_loss=0.03,
+        slo_s=2.0,
+        ttft_s=0.75,
+        queue_s=0.25,
+        pull_bytes_per_s=2e6,
+        prefill_layer_tokens_per_s=1e4,
+        considered=(
+            Alternative("d0", PlanKind.PRIVATE, None, 0.0, 0.7, (), True),
+            Alternative("d0", PlanKind.PARTIAL, (1, 2), 0.02, 0.5, ("p0",)),
+            Alternative("d0", PlanKind.PARTIAL, None, None, 0.5, ("p0",)),
+        ),
+    )
+    # the rest of the report is the node's
+    assert msgspec.structs.replace(end.report, inputs=None) == report(0)
+
+
+def test_after_a_retry_the_report_tells_of_the_last_decision(settings: RouterSettings) -> None:
+    sim = Sim(settings, deciding([]))
+    sim.join("d0")
+    peer = sim.join("d1")
+    sim.run()
+    sim.feed(PeerLost(b"d0"))
+    execute = sim.told(Execute)[-1][1]
+    sim.feed(NodeSaid(peer, done(execute, 7)))
+    inputs = sim.replies(Finished)[0].report.inputs
+    assert inputs is not None
+    assert inputs.prefill_layer_tokens_per_s == 2e4
+
+
+@pytest.mark.parametrize(("of_cluster", "of_client", "left"), [(None, None, None), (3.0, None, 2.5), (3.0, 1.0, 0.5)])
+def test_a_target_counts_from_the_requests_arrival(
+    settings: RouterSettings, of_cluster: float | None, of_client: float | None, left: float | None
+) -> None:
+    asked: list[PolicyRequest] = []
+    weights = msgspec.structs.replace(settings.policy, ttft_slo_s=of_cluster)
+    sim = Sim(msgspec.structs.replace(settings, policy=weights), deciding(asked))
+    peer = sim.join("d0")
+    sim.ask(Generate("1", "base", prompt="hi", ttft_slo_s=of_client))
+    sim.now += 0.5  # what tokenizing takes
+    sim.prepared()
+    assert asked[0].slo_s == (None if left is None else pytest.approx(left))
+    sim.feed(NodeSaid(peer, done(sim.told(Execute)[-1][1], 7)))
+    inputs = sim.replies(Finished)[0].report.inputs
+    assert inputs is not None
+    assert inputs.slo_s == (of_cluster if of_client is None else of_client)
+
+
+@pytest.mark.parametrize(("reuse", "seen"), [(Reuse.EXACT, True), (Reuse.OWN, False), (Reuse.OFF, False)])
+def test_requests_that_share_nothing_are_no_sign_of_what_is_popular(
+    settings: RouterSettings, reuse: Reuse, seen: bool
+) -> None:
+    asked: list[PolicyRequest] = []
+    sim = Sim(settings, deciding(asked))
+    sim.join("d0", models=("base", "tuned"))
+    given = prompt(8 * BLOCK_SIZE)
+    sim.run(Generate("1", "base", prompt="hi", reuse=reuse), given)
+    sim.run(Generate("2", "tuned", prompt="hi", reuse=Reuse.EXACT), given)
+    assert bool(asked[1].fan_out) is seen
+    # and they are told of no others either
+    sim.run(Generate("3", "base", prompt="hi", reuse=reuse), given)
+    assert bool(asked[2].fan_out) is seen
 
 
 # --- orders -------------------------------------------------------------------------------------------------------------

@@ -148,6 +148,8 @@ BAD_REQUESTS: list[tuple[Generate, str, str]] = [
     (bad(max_loss=-0.1), "invalid_request", "max_loss"),
     (bad(share_hint=float("inf")), "invalid_request", "share_hint"),
     (bad(deadline_s=0.0), "invalid_request", "deadline_s"),
+    (bad(ttft_slo_s=0.0), "invalid_request", "ttft_slo_s: 0.0"),
+    (bad(ttft_slo_s=float("nan")), "invalid_request", "ttft_slo_s: nan"),
     (bad(sampling=Sampling(temperature=-1.0)), "invalid_request", "sampling.temperature: -1.0"),
     (bad(sampling=Sampling(temperature=float("nan"))), "invalid_request", "sampling.temperature"),
     (bad(sampling=Sampling(top_p=0.0)), "invalid_request", "sampling.top_p"),
