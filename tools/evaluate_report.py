@@ -182,6 +182,7 @@ def draw(result: Mapping[str, Any], stem: Path) -> list[Path]:
         fontsize=9,
     )
     axes.set_xlim(left=0)
+    axes.margins(y=0.12)  # room for the labels
     figure.legend(loc="outside right upper", fontsize=8)
     return save_figure(figure, stem)
 
