@@ -120,6 +120,12 @@ GROUPS = (
             Command(
                 "bench pipeline", f"{_TOOLS}.bench_pipeline:BenchPipeline", "", "do pulls overlap with the recompute?"
             ),
+            Command(
+                "bench serving",
+                f"{_TOOLS}.bench_serving:BenchServing",
+                "",
+                "latency and throughput under load, with sharing and without",
+            ),
         ),
     ),
 )

@@ -1,0 +1,403 @@
+"""``kvkin bench serving`` as a whole: on a tiny cluster over real sockets, when a node dies, on Ctrl-C, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from mock_node import VOCAB_SIZE, MockNode, choose_privately, make_settings, until
+from tiny_cluster import BASE, FULL, UPPER, make_cluster
+
+from kvkin.configs.loader import load_cluster
+from kvkin.kv.errors import ConfigError, NodeUnavailable
+from kvkin.router.node import RouterNode
+from kvkin.router.settings import Timeouts
+from kvkin.tools import bench_serving as bench
+from kvkin.tools import bench_serving_options as options
+from kvkin.tools.bench_serving_sweep import plan_points
+from kvkin.tools.cli import main
+from kvkin.tools.local import LocalCluster
+from kvkin.transport.messages import ModelEntry, NodeLoad
+from kvkin.transport.node_messages import Abort, Execute
+
+WAIT_S = 100.0
+MODELS = (BASE, FULL, UPPER)
+LOST = ("timed_out", "cut_off", "not_sent", "abandoned", "never_due")
+
+
+def command_for(address: str, out: Path | None = None, **parts: Any) -> bench.BenchServing:
+    """Four short sessions at a rate that makes them overlap."""
+    load = {"vocab": (3, 250), "rates": (20.0,), "salt": "s"} | parts.get("load", {})
+    agents = {
+        "sessions": 4,
+        "session_turns": "3",
+        "system_tokens": 16,
+        "context_tokens": "64-128",
+        "new_tokens": "8",
+        "output_tokens": "4",
+    }
+    measure = {"reuse": "any", "slo_ttft_s": 60.0} | parts.get("measure", {})
+    return bench.BenchServing(
+        address=address,
+        json=True,
+        out=out,
+        load=options.LoadOptions(**load),
+        agents=options.AgentOptions(**agents | parts.get("agents", {})),  # type: ignore[arg-type]
+        trace=options.TraceOptions(**parts.get("trace", {})),
+        measure=options.MeasureOptions(**measure),
+    )
+
+
+async def run(command: bench.BenchServing) -> int:
+    return await bench.Bench(command, options.sweep_settings(command.load, command.measure)).run()
+
+
+def json_lines(printed: pytest.CaptureFixture[str] | str) -> list[dict[str, Any]]:
+    """The objects that were printed: the nodes of this process log to standard output as well."""
+    text = printed if isinstance(printed, str) else printed.readouterr().out
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def check_accounts(point: dict[str, Any]) -> None:
+    for counts in (point["counts"], point["warm_up_counts"]):
+        failed = sum(counts["failed"].values())
+        assert counts["sent"] == counts["finished"] + failed + counts["timed_out"] + counts["cut_off"]
+        assert counts["planned"] == counts["finished"] + failed + sum(counts[name] for name in LOST)
+
+
+# --- a tiny cluster over real sockets ------------------------------------------------------------------------------------
+
+
+async def test_three_arms_on_a_tiny_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    async with LocalCluster(load_cluster(make_cluster(tmp_path))) as cluster:
+        command = command_for(cluster.router.client_address, out, measure={"repeats": 2, "warm_up": "1"})
+        assert await run(command) == 0
+        replay = tmp_path / "trace.jsonl"
+        lines = [
+            {"timestamp": 0, "input_length": 1600, "output_length": 64, "hash_ids": [0, 1, 2, 3]},
+            {"timestamp": 0, "input_length": 900, "output_length": 1, "hash_ids": [9, 8]},
+            {"timestamp": 3000, "input_length": 2500, "output_length": 99999, "hash_ids": [0, 1, 2, 5, 6]},
+        ]
+        replay.write_text("\n".join(map(json.dumps, lines)))
+        traced = command_for(
+            cluster.router.client_address,
+            trace={"trace": replay, "speed_up": (30.0,), "max_output_tokens": 6},
+            load={"rates": ()},
+            measure={"arms": ("sharing",)},
+        )
+        assert await run(traced) == 0
+    agents, trace = json_lines(capsys)
+    check_agents(agents)
+    check_trace(trace)
+
+    assert json.loads((out / "results.json").read_text()) == agents
+    rows = list(csv.DictReader((out / "requests.csv").open()))
+    assert len(rows) == 6 * 12
+    assert {row["outcome"] for row in rows} == {"finished"}
+    # no arm and no repeat finds anything of another one: the first of all turns starts from nothing
+    for arm in ("sharing", "own", "off"):
+        for repeat in ("0", "1"):
+            mine = [row for row in rows if (row["arm"], row["repeat"]) == (arm, repeat)]
+            first = min(mine, key=lambda row: float(row["intended_s"]))
+            assert (first["kind"], first["tokens_reused"]) == ("private", "0")
+    assert {path.name for path in out.iterdir()} == {
+        "results.json",
+        "requests.csv",
+        *(f"{name}.{suffix}" for name in ("ttft", "goodput", "phases") for suffix in ("svg", "png")),
+    }
+
+
+def check_agents(whole: dict[str, Any]) -> None:
+    assert whole["settings"]["complete"] is True
+    assert whole["settings"]["models"] == list(MODELS)
+    assert [(point["repeat"], point["arm"]) for point in whole["points"]] == [
+        (0, "sharing"),
+        (0, "own"),
+        (0, "off"),
+        (1, "own"),
+        (1, "off"),
+        (1, "sharing"),
+    ]
+    for point in whole["points"]:
+        check_accounts(point)
+        assert (point["counts"]["planned"], point["counts"]["finished"]) == (11, 11)
+        assert point["warm_up_counts"]["finished"] == 1
+        assert sum(group["finished"] for group in point["by_kind"].values()) == 11
+        assert sum(group["finished"] for group in point["by_model"].values()) == 11
+        assert set(point["by_model"]) == set(MODELS)
+        assert point["router"]["requests"] == point["router"]["finished"] == 12
+        assert (point["objective_met"], point["fallbacks"]) == (11, 0)
+        # four tokens an answer: three gaps
+        assert point["tbt_ms"]["count"] == 33
+        match point["arm"]:
+            case "off":
+                assert set(point["by_kind"]) == {"private"}
+                assert (point["tokens_reused"], point["bytes_pulled"]) == (0, 0)
+            case "own":
+                # the models take turns and each has its own context, so there is something to find from the fourth turn on only
+                assert set(point["by_kind"]) <= {"private", "exact"}
+                assert point["bytes_pulled"] == 0
+                assert "orders" not in point["router"]
+            case "sharing":
+                assert point["tokens_reused"] > 0
+                assert point["bytes_pulled"] > 0
+                assert set(point["by_kind"]) > {"private"}
+    summary = whole["summary"]
+    assert set(summary["arms"]) == {"sharing", "own", "off"}
+    for arm in summary["arms"].values():
+        assert [(row["rate"], row["repeats"], row["requests"]) for row in arm["curve"]] == [(20.0, 2, 22)]
+        assert arm["throughput_at_p95_ttft"] == {"rate": 20.0, "bound": "above"}
+    assert set(summary["throughput_ratios_at_p95_ttft"]) == {"sharing/own", "sharing/off", "own/off"}
+
+
+def check_trace(whole: dict[str, Any]) -> None:
+    (point,) = whole["points"]
+    check_accounts(point)
+    assert point["counts"]["finished"] == 3
+    # 1 of 4, 1, and 6 of a bounded answer
+    assert point["tbt_ms"]["count"] == 3 + 0 + 5
+    assert point["prompt_tokens"] == 3 * 32 + 4 + 32 + 24 + 4 * 32 + 28
+    # the third continues the first: 3 blocks of 512 tokens, 96 here
+    assert point["tokens_reused"] >= 96
+
+
+async def test_a_node_that_is_gone_and_models_that_are_none(tmp_path: Path) -> None:
+    async with RouterNode(make_settings(tmp_path), choose=choose_privately) as router:
+        address = router.client_address
+        with pytest.raises(ConfigError, match="no node serves any model"):
+            await run(command_for(address))
+        async with MockNode(router.node_address, "d0", answer=(10, 11, 12, 13)):
+            with pytest.raises(ConfigError, match=r"--models: the cluster has no model 'bas' .*did you mean 'base'"):
+                await run(command_for(address, load={"models": ("bas",)}))
+            with pytest.raises(ConfigError, match="--context-tokens: a prompt with its answer has"):
+                await run(command_for(address, agents={"context_tokens": "500"}))
+            with pytest.raises(
+                ConfigError, match="--duration: at 20 requests/s 12 requests arrive, 12 of them in the warm-up"
+            ):
+                await run(command_for(address, measure={"warm_up": "12"}))
+            # known, but nobody serves it: noticed when every model answers once
+            with pytest.raises(NodeUnavailable):
+                await run(command_for(address, load={"models": ("base", "tuned")}))
+
+
+async def test_a_busy_cluster_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with (
+        RouterNode(make_settings(tmp_path), choose=choose_privately) as router,
+        MockNode(router.node_address, "d0", answer=(10, 11, 12, 13)) as node,
+    ):
+        node.load = NodeLoad(running=1)
+        with pytest.raises(NodeUnavailable, match=r"not idle within 0\.3 s.*d0 1 running.*does somebody else use it"):
+            await run(command_for(router.client_address, measure={"idle_s": 0.3}))
+    assert not json_lines(capsys)
+
+
+async def test_points_before_a_failure_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with (
+        RouterNode(make_settings(tmp_path), choose=choose_privately) as router,
+        MockNode(router.node_address, "d0", answer=(10, 11, 12, 13)) as node,
+    ):
+        out = tmp_path / "out"
+        command = command_for(router.client_address, out, measure={"idle_s": 1.0, "arms": ("off", "own")})
+        running = asyncio.create_task(run(command))
+        # busy for ever once the first point is there
+        await until(lambda: (out / "results.json").exists() or running.done())
+        node.load = NodeLoad(running=1)
+        with pytest.raises(NodeUnavailable, match="not idle"):
+            await running
+    (whole,) = json_lines(capsys)
+    assert whole["settings"]["complete"] is False
+    assert [point["arm"] for point in whole["points"]] == ["off"]
+
+
+async def test_ctrl_c_cancels_what_is_in_flight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with (
+        RouterNode(make_settings(tmp_path, timeouts=Timeouts(tick_s=0.02)), choose=choose_privately) as router,
+        MockNode(router.node_address, "d0", answer=(10, 11, 12, 13)) as node,
+    ):
+        woken = 3  # one answer an arm
+        command = command_for(router.client_address, measure={"arms": ("off", "own", "sharing")})
+        running = asyncio.create_task(run(command))
+        await until(lambda: node.count(Execute) == woken)
+        node.mode = "stream"
+        await until(lambda: node.count(Execute) == woken + 4)  # the first turns of four sessions
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await running == bench.EXIT_INTERRUPTED
+        await until(lambda: node.count(Abort) == 4)
+    captured = capsys.readouterr()
+    (whole,) = json_lines(captured.out)
+    assert whole["points"] == []
+    assert "not complete: 0 points are reported" in captured.err
+
+
+# --- a cluster that it starts itself -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def started(*arguments: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path, Path]]:
+    """The command as a child; its files of stdout and stderr. Nothing of it is left afterwards, or the test fails."""
+    out, err = folder / "stdout", folder / "stderr"
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "kvkin.tools.cli", "bench", "serving", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    family: set[psutil.Process] = set()
+    try:
+        yield child, out, err
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family |= set(psutil.Process(child.pid).children(recursive=True))
+        if child.poll() is None:
+            child.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(40)
+        if child.poll() is None:
+            child.kill()
+            child.wait(5)
+        _, left = psutil.wait_procs(family, timeout=15)
+        for process in left:
+            process.kill()
+    assert not left
+
+
+def wait_for(child: subprocess.Popen[bytes], file: Path, fits: Callable[[str], bool]) -> str:
+    deadline = time.monotonic() + WAIT_S
+    while not fits(text := file.read_text(encoding="utf-8")):
+        assert child.poll() is None, text
+        assert time.monotonic() < deadline, text
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(0.05)
+    return text
+
+
+@pytest.mark.timeout(240)
+def test_a_node_dies_and_ctrl_c_ends_a_started_cluster(tmp_path: Path) -> None:
+    """A decode node is killed in the middle of the first point, Ctrl-C comes in the middle of the second."""
+    file = make_cluster(tmp_path)
+    arguments = ["--config", str(file), "--start", "--json", "--arms", "off", "own", "--rates", "4", "--sessions", "8"]
+    arguments += ["--session-turns", "3", "--arrivals", "fixed", "--context-tokens", "64", "--output-tokens", "4"]
+    with started(*arguments, folder=tmp_path) as (child, out, err):
+        wait_for(child, err, lambda text: "point 1/2, off at 4 requests/s, repeat 1: 24 requests" in text)
+        nodes = psutil.Process(child.pid).children(recursive=True)
+        assert len(nodes) == 5
+        next(one for one in nodes if "decode-full" in one.cmdline()).kill()
+        wait_for(child, err, lambda text: "point 2/2, own at 4 requests/s, repeat 1: 24 requests" in text)
+        child.send_signal(signal.SIGINT)
+        assert child.wait(60) == 130, err.read_text()
+        assert not [one for one in nodes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    whole = json.loads(out.read_text())
+    assert whole["settings"]["complete"] is False
+    (point,) = whole["points"]
+    check_accounts(point)
+    counts = point["counts"]
+    assert counts["planned"] == 24
+    # whoever asked the dead node, or would have gone on with its answer, and nobody else
+    assert set(counts["failed"]) == {"node_unavailable"}
+    lost = counts["failed"]["node_unavailable"] + counts["abandoned"]
+    assert counts["finished"] + lost == 24
+    assert set(point["by_model"]) >= {BASE, UPPER}
+    assert point["router"]["nodes_lost"] == 1
+    assert "stopping the cluster" in err.read_text()
+
+
+# --- what it refuses -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["--rates", "0"], "--rates: (0.0,) (allowed: above 0)"),
+        (["--rates", "1", "1"], "--rates: one of them is given twice"),
+        (["--rates", "nan"], "--rates"),
+        (["--arms", "off", "off"], "--arms: one of them is given twice"),
+        (["--repeats", "0"], "--repeats: 0 runs measure nothing"),
+        (["--duration", "0"], "--duration: 0.0 (allowed: seconds above 0)"),
+        (["--timeout", "inf"], "--timeout: inf"),
+        (["--slo-ttft", "-1"], "--slo-ttft: -1.0"),
+        (["--think", "-1"], "--think: -1.0 (allowed: 0 or more)"),
+        (["--max-in-flight", "0"], "--max-in-flight: 0"),
+        (["--warm-up", "soon"], "--warm-up: 'soon' (allowed: requests such as 8, or seconds such as 8s)"),
+        (["--workload", "trace"], "--trace: not given with --workload trace"),
+        (["--workload", "agents", "--trace", "x"], "--trace: given with --workload agents"),
+        (["--speed-up", "2"], "--speed-up: given without --trace"),
+        (["--trace", "x", "--speed-up", "2", "--rates", "1"], "--speed-up: given with --rates"),
+        (["--trace", "x", "--tokens-per-hash", "0"], "--tokens-per-hash: 0"),
+        (["--address", "127.0.0.1:1"], "--address: given without --vocab"),
+        (["--address", "127.0.0.1:1", "--vocab", "3", "99", "--start"], "--address: given with --start"),
+        (["--config", "no/such.yaml"], "no/such.yaml: no such file"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_2(typed: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serving", *typed]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"kvkin: {said}"), captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_options_that_need_the_cluster_are_checked_too() -> None:
+    entries = [ModelEntry("a", "x", 100, ("d0",)), ModelEntry("b", "y", 50, ("d1",)), ModelEntry("c", "x", 80, ())]
+    assert [entry.name for entry in options.choose_models((), entries[:1] + entries[2:])] == ["a"]
+    assert [entry.name for entry in options.choose_models(("c", "a"), entries)] == ["c", "a"]
+    for wanted, said in (((), "of the families x, y"), (("a", "a"), "given twice"), (("z",), "has no model 'z'")):
+        with pytest.raises(ConfigError, match=said):
+            options.choose_models(wanted, entries)
+    assert options.room(entries) == 50
+    vocabulary = options.np.arange(20)
+
+    def workload(agents: dict[str, Any], trace: dict[str, Any]) -> Any:
+        return options.build_workload(
+            options.LoadOptions(),
+            options.AgentOptions(**agents),
+            options.TraceOptions(**trace),
+            entries[:1],
+            vocabulary,
+        )
+
+    for agents, trace, said in (
+        ({"sessions": 0}, {}, "--sessions"),
+        ({"session_turns": "4-2"}, {}, "--session-turns"),
+        ({"system_tokens": -1}, {}, "--system-tokens"),
+        ({"documents": -1}, {}, "--documents"),
+        ({}, {"trace": Path("no/such.jsonl")}, "no such file"),
+        ({}, {"trace": Path("no/such.jsonl"), "max_output_tokens": 100}, "--max-output-tokens: 100 fill the context"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            workload(agents, trace)
+    assert workload({}, {}).rates == options.DEFAULT_RATES
+    assert workload({}, {}).common.duration_s == options.DEFAULT_DURATION_S
+    assert workload({"sessions": 3}, {}).common.duration_s is None
+
+
+def test_every_rate_runs_every_arm_and_the_order_rotates() -> None:
+    points = plan_points(("sharing", "own", "off"), (0.5, 1.0), 3)
+    assert [point.place for point in points] == list(range(18))
+    assert len({(point.arm, point.rate, point.repeat) for point in points}) == 18
+    groups = [points[start : start + 3] for start in range(0, 18, 3)]
+    for group in groups:
+        assert len({(point.rate, point.repeat) for point in group}) == 1
+    assert Counter(group[0].arm for group in groups) == {"sharing": 2, "own": 2, "off": 2}
+    # of each rate as well, not only in all
+    assert {group[0].arm for group in groups if group[0].rate == 0.5} == {"sharing", "own", "off"}
+
+
+def test_the_mock_vocabulary_holds_the_ids() -> None:
+    """The tests above draw ids below 250; a router that refuses ids would make every request fail alike."""
+    assert VOCAB_SIZE > 250

@@ -1,0 +1,246 @@
+"""``kvkin bench serving``: an open-loop load on a running cluster, with and without sharing on the same nodes in one run.
+
+This process only asks (through the ZeroMQ client, like any user) and measures; with ``--start`` it also starts the cluster of
+a file and stops it. The parts: options (``bench_serving_options.py``), workloads (``load_*.py``), one point (``load_runner.py``), the
+sweep (``bench_serving_sweep.py``), figures, report and plots (``bench_serving_*.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import tyro
+import uvloop
+from numpy.typing import NDArray
+from rich.console import Console
+
+from kvkin import __version__
+from kvkin.configs.loader import load_cluster, show_cluster
+from kvkin.configs.schema import ClusterConfig
+from kvkin.kv.errors import ConfigError, KvkinError
+from kvkin.tools import bench_serving_options as options
+from kvkin.tools import bench_serving_report as reports
+from kvkin.tools.bench_serving_plots import write_plots
+from kvkin.tools.bench_serving_progress import Progress, stderr_console
+from kvkin.tools.bench_serving_sweep import PointResult, Sweep, SweepSettings, check_loads, plan_points
+from kvkin.tools.cluster_processes import ClusterProcesses
+from kvkin.tools.demo import demo_config
+from kvkin.tools.load_tokens import TokenSource, family_vocabulary, range_vocabulary
+from kvkin.tools.local import status_until
+from kvkin.tools.plots import check_plots
+from kvkin.tools.prepare import prepare_missing
+from kvkin.tools.router_address import DEFAULT_CONFIG, router_address
+from kvkin.transport.client import AsyncClient
+
+EXIT_NOTHING, EXIT_INTERRUPTED = 1, 130
+REGISTER_S = 30.0
+
+
+@dataclass(frozen=True)
+class BenchServing:
+    """Load a cluster at rising rates, with sharing and without, and report latencies, goodput and what was reused.
+
+    Latencies count from each request's intended arrival. Ctrl-C reports the points that were completed.
+    """
+
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Cluster file; default: configs/clusters/local.yaml. Its first router is asked."""
+
+    address: Annotated[str | None, tyro.conf.arg(metavar="ADDRESS")] = None
+    """Address of a router instead, such as tcp://10.0.0.1:5570; needs --vocab."""
+
+    start: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Start the cluster of the file here, on free ports, and stop it in the end."""
+
+    load: Annotated[options.LoadOptions, tyro.conf.arg(name="")] = field(default_factory=options.LoadOptions)
+    agents: Annotated[options.AgentOptions, tyro.conf.arg(name="")] = field(default_factory=options.AgentOptions)
+    trace: Annotated[options.TraceOptions, tyro.conf.arg(name="")] = field(default_factory=options.TraceOptions)
+    measure: Annotated[options.MeasureOptions, tyro.conf.arg(name="")] = field(default_factory=options.MeasureOptions)
+
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object instead of tables."""
+
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Also write results.json, requests.csv and plots (SVG and PNG; needs matplotlib) there."""
+
+    def run(self) -> int:
+        settings = options.sweep_settings(self.load, self.measure)
+        options.check_workload(self.load, self.trace)
+        if self.out is not None:
+            check_plots("or leave out --out")
+        if self.address is not None and (self.start or self.load.vocab is None):
+            problem = "given with --start" if self.start else "given without --vocab"
+            raise ConfigError("--address", problem, "--config FILE, or --address ADDRESS --vocab START STOP")
+        bench = Bench(self, settings)
+        return uvloop.run(bench.run())
+
+
+class Bench:
+    """One call of the command."""
+
+    def __init__(self, command: BenchServing, settings: SweepSettings) -> None:
+        self._command, self._settings = command, settings
+        self._console = stderr_console()
+        self._sweep: Sweep | None = None
+        self._known: dict[str, Any] = {}
+
+    async def run(self) -> int:
+        """Measure until it is done, fails or is interrupted; report what there is in each case. Returns the exit code."""
+        interrupted, failure = False, None
+        try:
+            await _until_signal(self._measure())
+        except asyncio.CancelledError:
+            interrupted = True
+        except KvkinError as error:
+            failure = error
+        results = [] if self._sweep is None else self._sweep.results
+        if failure is not None and not results:
+            raise failure
+        # drawing takes seconds, and in tests the cluster lives in this loop
+        await asyncio.to_thread(self._report, results, complete=not interrupted and failure is None)
+        if failure is not None:
+            raise failure
+        if interrupted:
+            return EXIT_INTERRUPTED
+        return 0 if any(result.figures.counts.finished for result in results) else EXIT_NOTHING
+
+    async def _measure(self) -> None:
+        command = self._command
+        async with contextlib.AsyncExitStack() as stack:
+            config: ClusterConfig | None = None
+            if command.start:
+                config = demo_config(command.config)
+                prepare_missing(config)
+                address = await stack.enter_async_context(self._started(config))
+            else:
+                address = router_address(command.config, command.address)
+                if command.address is None:
+                    config = load_cluster(command.config or DEFAULT_CONFIG)
+            client = await stack.enter_async_context(AsyncClient(address))
+            if config is not None and command.start:
+                workers = set(config.prefill_nodes) | set(config.decode_nodes)
+                await status_until(client.status, lambda now: {one.name for one in now.nodes} >= workers, REGISTER_S)
+            await self._sweep_on(client, config)
+
+    async def _sweep_on(self, client: AsyncClient, config: ClusterConfig | None) -> None:
+        command, settings = self._command, self._settings
+        entries = options.choose_models(command.load.models, await client.models())
+        vocabulary = self._vocabulary(config, entries[0].family)
+        workload = options.build_workload(command.load, command.agents, command.trace, entries, vocabulary)
+        await asyncio.to_thread(check_loads, workload, settings, options.room(entries))
+        points = plan_points(settings.arms, workload.rates, settings.repeats)
+        self._known = {
+            "models": [entry.name for entry in entries],
+            "rates": list(workload.rates),
+            "vocabulary_ids": len(vocabulary),
+            "salt": settings.salt,
+        }
+        progress = Progress([(point, workload.horizon_s(point.rate, point.repeat)) for point in points], self._console)
+        watcher = _Saving(progress, self)
+        self._sweep = Sweep(client, workload, [entry.name for entry in entries], settings, watcher)
+        async with progress.showing():
+            await self._sweep.run(TokenSource(vocabulary, command.load.seed, f"{settings.salt}/wake"))
+
+    def _vocabulary(self, config: ClusterConfig | None, family: str) -> NDArray[np.int64]:
+        bounds = self._command.load.vocab
+        if bounds is not None:
+            return range_vocabulary(bounds)
+        assert config is not None, "--address without --vocab is refused"
+        if family not in config.families:
+            raise ConfigError("--config", f"the cluster's family {family} is not in the file", "the cluster's own file")
+        return family_vocabulary(config, family)
+
+    @contextlib.asynccontextmanager
+    async def _started(self, config: ClusterConfig) -> AsyncIterator[str]:
+        """The address of a cluster of child processes; they are stopped whatever happens."""
+        folder = config.state_path / "bench-serving"
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "cluster.yaml"
+        file.write_text(show_cluster(config), encoding="utf-8")
+        cluster = ClusterProcesses(file, config, log_dir=folder / "logs")
+        self._console.print(f"starting {', '.join(cluster.nodes)}; logs in {folder / 'logs'}", soft_wrap=True)
+        await cluster.start()
+        try:
+            router = next(iter(config.routers.values()))
+            yield f"tcp://{router.host}:{router.client_port}"
+        finally:
+            self._console.print("stopping the cluster")
+            await cluster.stop()
+
+    # --- what is said ------------------------------------------------------------------------------------------------
+
+    def whole(self, results: list[PointResult], *, complete: bool) -> dict[str, Any]:
+        """The JSON object."""
+        command = self._command
+        settings = {
+            "kvkin": __version__,
+            **_plain(asdict(command.load)),
+            "agents": _plain(asdict(command.agents)),
+            "trace": _plain(asdict(command.trace)),
+            **_plain(asdict(command.measure)),
+            "config": None if command.config is None else str(command.config),
+            "address": command.address,
+            "started": command.start,
+            **self._known,
+            "complete": complete,
+        }
+        return reports.report(settings, results, self._settings.objective, command.load.seed)
+
+    def save(self, *, complete: bool = False) -> None:
+        """Write what there is by now."""
+        if self._command.out is not None and self._sweep is not None:
+            results = self._sweep.results
+            reports.write(self._command.out, self.whole(results, complete=complete), results)
+
+    def _report(self, results: list[PointResult], *, complete: bool) -> None:
+        whole = self.whole(results, complete=complete)
+        self.save(complete=complete)
+        if self._command.out is not None and results:
+            write_plots(self._command.out, whole)
+        if self._command.json:
+            print(json.dumps(whole))
+        else:
+            Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(reports.view(results, whole))
+        if not complete:
+            self._console.print(f"not complete: {len(results)} points are reported")
+
+
+class _Saving:
+    """A watcher that also writes the files after every point: a long run that dies leaves what it had."""
+
+    def __init__(self, progress: Progress, bench: Bench) -> None:
+        self.waking, self.waiting, self.started = progress.waking, progress.waiting, progress.started
+        self._progress, self._bench = progress, bench
+
+    def ended(self, result: PointResult) -> None:
+        self._progress.ended(result)
+        self._bench.save()
+
+
+async def _until_signal(work: Coroutine[Any, Any, None]) -> None:
+    """Run ``work``; SIGINT and SIGTERM cancel it, a second one cancels its cleaning up as well. Raises CancelledError then."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.create_task(work)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await task
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: str(value) if isinstance(value, Path) else msgspec.to_builtins(value) for name, value in values.items()
+    }
