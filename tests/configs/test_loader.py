@@ -74,6 +74,12 @@ def test_a_good_file_has_its_values_and_all_defaults() -> None:
 
 # (what is wrong, text, exact key, a part of the message)
 BROKEN: list[tuple[str, str, str, str]] = [
+    ("a profile without a name", edited(families__fam__profiles=["a.json", " "]), "families.fam.profiles[1]", "empty"),
+    ("profiles without a name", edited(families__fam__profiles=""), "families.fam.profiles", "a folder of profiles"),
+    ("profiles as a mapping", edited(families__fam__profiles={"a": 1}), "families.fam.profiles", "text or a list"),
+    ("a target of no time", edited(router__policy__ttft_slo_s=0), "router.policy.ttft_slo_s", "above 0"),
+    ("a margin above all", edited(router__policy__live_margin=1.5), "router.policy.live_margin", "to 1"),
+    ("no speed", edited(router__policy__default_pull_bytes_per_s=0), "router.policy.default_pull_bytes_per_s", "above 0"),
     ("empty file", "", "f.yaml", "empty"),
     ("only a comment", "# nothing\n", "f.yaml", "empty"),
     ("a list", "- 1\n", "f.yaml", "list"),
