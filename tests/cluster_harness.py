@@ -55,6 +55,8 @@ def write_cluster(folder: Path, backend: str) -> Path:
         "nodes": nodes,
         # what is queued counts for nothing, so that an order that was announced is always worth waiting for
         "router": {"policy": {"bypass_tokens": 0, "min_reuse_tokens": 16}, "load_half_life_s": 1e-6},
+        # nothing runs but what a test asks for
+        "drift": {"share": 0},
         "timeouts": {
             "heartbeat_s": 0.1,
             "node_dead_s": 5,
@@ -281,9 +283,9 @@ def _more(before: dict[str, Used], now: dict[str, Used]) -> list[str]:
 
 
 @contextlib.contextmanager
-def live_cluster(folder: Path, backend: str) -> Iterator[LiveCluster]:
-    """All processes of a cluster, warmed up; at the end they stop by themselves, or the test fails."""
-    cluster = LiveCluster(write_cluster(folder, backend))
+def live_cluster(folder: Path, backend: str, file: Path | None = None) -> Iterator[LiveCluster]:
+    """All processes of a cluster (``file``, or the usual one); at the end they stop by themselves, or the test fails."""
+    cluster = LiveCluster(file or write_cluster(folder, backend))
     pids: list[int] = []
     try:
         asyncio.run(cluster.processes.start())

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvkin.tools.cluster_processes import NodeProcess, NodeState
+from kvkin.tools.drift_view import drift_table
 from kvkin.tools.pairs_view import pairs_table
 from kvkin.transport.messages import NodeStatus, StatusReply
 
@@ -37,11 +38,13 @@ _FIRST = (
 
 
 def status_view(status: StatusReply) -> RenderableType:
-    """A whole status reply: one line on the router, the nodes, the counters, pairs of models."""
+    """A whole status reply: one line on the router, the nodes, the counters, pairs of models, and their drift."""
     parts: list[RenderableType] = [_router_line(status), _nodes_table({node.name: node for node in status.nodes}, {})]
     parts.append(counters_line(status))
     if status.pairs:
         parts += [Text(), pairs_table(status.pairs)]
+    if status.drift:
+        parts += [Text(), drift_table(status.drift)]
     return Group(*parts)
 
 
@@ -54,6 +57,9 @@ def up_view(processes: Mapping[str, NodeProcess], status: StatusReply | None, no
     ]
     if status is not None:
         parts.append(counters_line(status))
+        off = [pair for pair in status.drift if pair.state == "off"]
+        if off:
+            parts.append(drift_table(off))
     parts += [
         Text(f"{node.name} {node.ended}; its log: {node.log_path}", style="red")
         for node in processes.values()
