@@ -125,6 +125,27 @@ def test_ask_local_with_a_warm_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "recompute" in rest
 
 
+def test_ask_local_says_what_the_decision_went_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = make_cluster(tmp_path)
+    options = ["--config", str(file), "--reuse", "any", "--max-tokens", "4", "--raw", "--slo", "30", "--verbose"]
+    assert main(["ask", "--local", "--warm", BASE, FULL, CONTEXT, *options]) == 0
+    out = capsys.readouterr().out
+    assert "(target 30.000 s)" in out
+    assert "weighed" in out
+    assert "private (chosen)" in out, "computing is in time, and loses nothing"
+    # the unprofiled group was weighed as well
+    assert "[2, 5)" in out
+
+
+def test_ask_local_with_its_own_blocks_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = make_cluster(tmp_path)
+    options = ["--config", str(file), "--reuse", "own", "--max-tokens", "4", "--raw", "--json"]
+    assert main(["ask", "--local", "--warm", BASE, UPPER, CONTEXT, *options]) == 0
+    report = json.loads(capsys.readouterr().out)["report"]
+    assert (report["kind"], report["bytes_pulled"]) == ("private", 0)
+    assert report["inputs"]["considered"][0]["chosen"] is True
+
+
 def test_ask_local_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = make_cluster(tmp_path, models=(BASE,))
     assert main(["ask", "--local", BASE, "Hello", "--raw", "--config", str(file), "--max-tokens", "4", "--json"]) == 0
@@ -170,3 +191,5 @@ def test_the_prompt_is_context_then_question(tmp_path: Path) -> None:
     assert Ask("m", "Why?", context_file=file).request()["messages"] == [("user", "Some context.\n\nWhy?")]
     assert Ask("m", "Why?", context_file=file, raw=True).request()["prompt"] == "Some context.\nWhy?"
     assert Ask("m", "Why?").request()["messages"] == [("user", "Why?")]
+    asked = Ask("m", "Why?", reuse="own", slo=0.5, max_loss=0.02).request()
+    assert (asked["reuse"], asked["ttft_slo_s"], asked["max_loss"]) == ("own", 0.5, 0.02)
