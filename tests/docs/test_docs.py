@@ -31,7 +31,7 @@ FOLDERS = (*ROOMS, "docs", "tests", "src", ".ci")
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
 # the design also names what is still to come
 AS_BUILT = [document for document in DOCUMENTS if document.name != "design.md"]
-SECTIONS = ("timeouts", "limits", "transport", "router")
+SECTIONS = ("timeouts", "limits", "transport", "router", "drift")
 
 document = pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.name)
 as_built = pytest.mark.parametrize("file", AS_BUILT, ids=lambda file: file.name)
