@@ -75,9 +75,9 @@ def paired_bootstrap(
         return Interval(math.nan, math.nan, math.nan, len(first))
     means = [(first[chosen].mean(1), second[chosen].mean(1)) for chosen in _resamples(len(first), seed, samples)]
     above, below = (np.concatenate(parts) for parts in zip(*means, strict=True))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = above / below
-    return _interval(float(first.mean() / second.mean()), ratios[~np.isnan(ratios)], len(first))
+    with np.errstate(all="ignore"):  # infinite where the mean of ``b`` is 0 or next to it, no number where both are 0
+        estimate, ratios = float(first.mean() / second.mean()), above / below
+    return _interval(estimate, ratios[~np.isnan(ratios)], len(first))
 
 
 def bootstrap_mean(values: Sequence[float] | Floats, *, seed: int, samples: int = 10_000) -> Interval:
