@@ -146,7 +146,10 @@ def _states(
     assert sender is not None, "the sender goes first"
     if arm.kind == "blend":
         assert arm.ratio is not None
-        return blend_states(ops, context, sender, ratio=arm.ratio, check_layer=arm.check_layer)
+        # as in CacheBlend's own implementation: the check layer's fresh KV is there for all tokens, so it is kept
+        return blend_states(
+            ops, context, sender, ratio=arm.ratio, check_layer=arm.check_layer, update_check_layer=True
+        )
     return group_states(ops, context, sender, arm.group), len(arm.group or ()) * len(context)
 
 
