@@ -142,6 +142,9 @@ class MeasureOptions:
     slo_ttft_s: Annotated[float | None, tyro.conf.arg(name="slo-ttft", metavar="SECONDS")] = None
     """Objective for the time to first token: for goodput, and for the throughput at equal p95."""
 
+    send_slo: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Requests of the arm sharing tell the router --slo-ttft as their target: it then takes the plan of the least loss that meets it."""
+
     slo_tbt_s: Annotated[float | None, tyro.conf.arg(name="slo-tbt", metavar="SECONDS")] = None
     """Objective for the mean time between tokens of an answer."""
 
@@ -185,7 +188,8 @@ def sweep_settings(load: LoadOptions, measure: MeasureOptions) -> SweepSettings:
         _require(seconds is None or (math.isfinite(seconds) and seconds > 0), option, f"{seconds}", "seconds above 0")
     for option, number in (("--drain", measure.drain_s), ("--think", load.think_s), ("--late-ms", measure.late_ms)):
         _require(math.isfinite(number) and number >= 0, option, f"{number}", "0 or more")
-    requests, seconds_ = parse_warm_up(measure.warm_up)
+    _require(not measure.send_slo or measure.slo_ttft_s is not None, "--send-slo", "given without --slo-ttft", "both")
+    requests, warm_up_s = parse_warm_up(measure.warm_up)
     return SweepSettings(
         arms=measure.arms,
         repeats=measure.repeats,
@@ -193,11 +197,12 @@ def sweep_settings(load: LoadOptions, measure: MeasureOptions) -> SweepSettings:
         max_loss=measure.max_loss,
         share_hint=measure.share_hint,
         deadline_s=measure.deadline_s,
+        ttft_slo_s=measure.slo_ttft_s if measure.send_slo else None,
         limits=LoadLimits(measure.max_in_flight, measure.timeout_s, measure.drain_s, load.think_s),
         objective=Objective(_ms(measure.slo_ttft_s), _ms(measure.slo_tbt_s)),
         late_bound_ms=measure.late_ms,
         warm_up_requests=requests,
-        warm_up_s=seconds_,
+        warm_up_s=warm_up_s,
         idle_s=measure.idle_s,
         salt=secrets.token_hex(4) if load.salt is None else load.salt,
     )

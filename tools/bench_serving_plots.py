@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 # An arm has the same colour in every plot, whichever arms were run.
 COLOURS = {"sharing": "tab:blue", "own": "tab:orange", "off": "tab:red"}
-# Phases that follow each other within a request; pulls run beside them.
-STACKED = {"queue": "0.7", "wait": "tab:cyan", "recompute": "tab:green", "suffix": "tab:olive"}
+# Phases that follow each other within a request, and what is in none; pulls run beside them.
+STACKED = {"queue": "0.4", "wait": "tab:cyan", "recompute": "tab:green", "suffix": "tab:olive", "other": "0.8"}
 PULL = "tab:purple"
 
 
@@ -58,11 +58,8 @@ def _goodput(arms: Mapping[str, Any]) -> Figure:
 
 
 def _phases(arms: Mapping[str, Any]) -> Figure:
-    """One panel an arm: mean milliseconds of each phase, stacked; a pull overlaps with the others and is drawn beside them.
-
-    The line is what the client waited in the mean; what lies between it and the bar is the router's, the network's, and the steps
-    of other requests on the node.
-    """
+    """One panel an arm: mean milliseconds of each phase, stacked up to the mean TTFT; a pull overlaps with the others and is drawn
+    beside them. Hashing and routing are too short to be seen."""
     figure, empty = new_figure(width=3.0 + 3.0 * len(arms))
     empty.remove()
     panels = figure.subplots(1, len(arms), sharey=True, squeeze=False)[0]
@@ -76,12 +73,9 @@ def _phases(arms: Mapping[str, Any]) -> Figure:
             below = [low + value for low, value in zip(below, values, strict=True)]
         pulls = [row["phases_ms"]["pull"] for row in rows]
         axes.bar([place + 0.35 for place in places], pulls, width=0.15, color=PULL, label="pull")
-        for place, row in zip(places, rows, strict=True):
-            label = "TTFT" if place == 0 else None
-            axes.hlines(row["ttft_mean_ms"], place - 0.25, place + 0.25, color="black", label=label)
         axes.set_xticks(list(places), [f"{row['rate']:.3g}" for row in rows])
         axes.set(xlabel="offered requests/s", title=arm)
-    panels[0].set_ylabel("mean ms of a request")
+    panels[0].set_ylabel("mean ms to the first token")
     panels[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 

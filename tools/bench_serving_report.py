@@ -25,11 +25,13 @@ from kvkin.tools.bench_serving_stats import (
     Spread,
     crossing,
     curve_of,
+    mean_phases,
     quantile,
     throughput_ratio,
     ttft_all_ms,
 )
 from kvkin.tools.bench_serving_sweep import PointResult
+from kvkin.tools.load_records import Outcome
 from kvkin.tools.report_view import PHASES
 
 JSON_FILE, CSV_FILE = "results.json", "requests.csv"
@@ -104,7 +106,8 @@ def _curve(results: Sequence[PointResult], arm: str) -> list[dict[str, Any]]:
     for rate in sorted({result.point.rate for result in mine}):
         at_rate = [result for result in mine if result.point.rate == rate]
         measured = [one for result in at_rate for one in result.records if not one.warm_up]
-        finished = [one.ttft_ms for one in measured if one.e2e_ms is not None and one.ttft_ms is not None]
+        finished = [one for one in measured if one.outcome is Outcome.FINISHED]
+        ttft = [one.ttft_ms for one in finished if one.ttft_ms is not None]
         everyone = ttft_all_ms(measured)
         span_s = math.fsum(result.figures.span_s for result in at_rate)
         prompt_tokens = sum(result.figures.prompt_tokens for result in at_rate)
@@ -114,30 +117,18 @@ def _curve(results: Sequence[PointResult], arm: str) -> list[dict[str, Any]]:
                 "repeats": len(at_rate),
                 "requests": len(measured),
                 "finished": len(finished),
-                "ttft_mean_ms": math.fsum(finished) / len(finished) if finished else math.nan,
-                "ttft_p50_ms": quantile(finished, 0.5),
-                "ttft_p95_ms": quantile(finished, 0.95),
+                "ttft_mean_ms": math.fsum(ttft) / len(ttft) if ttft else math.nan,
+                "ttft_p50_ms": quantile(ttft, 0.5),
+                "ttft_p95_ms": quantile(ttft, 0.95),
                 "ttft_p95_all_ms": quantile(everyone, 0.95),
                 "achieved_per_s": len(finished) / span_s if span_s else 0.0,
                 "goodput_per_s": sum(result.figures.objective_met for result in at_rate) / span_s if span_s else 0.0,
                 "reused_share": sum(result.figures.tokens_reused for result in at_rate) / max(1, prompt_tokens),
                 "bytes_pulled": sum(result.figures.bytes_pulled for result in at_rate),
-                "phases_ms": _mean_phases(at_rate),
+                "phases_ms": mean_phases(finished),
             }
         )
     return rows
-
-
-def _mean_phases(results: Sequence[PointResult]) -> dict[str, float]:
-    """Means over the finished requests of several points."""
-    number = sum(result.figures.counts.finished for result in results)
-    return {
-        phase: math.fsum(
-            result.figures.phases_ms.get(phase, 0.0) * result.figures.counts.finished for result in results
-        )
-        / max(1, number)
-        for phase in PHASES
-    }
 
 
 def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,9 +147,10 @@ def _json(value: Any) -> Any:
 # --- files ---------------------------------------------------------------------------------------------------------------
 
 COLUMNS = (
-    "arm", "rate", "repeat", "number", "session", "turn", "model", "node", "outcome", "code", "warm_up", "kind", "quality",
+    "arm", "rate", "repeat", "number", "session", "turn", "model", "node", "outcome", "code", "warm_up", "kind", "quality", "loss",
     "fallback", "prompt_tokens", "asked_tokens", "tokens", "tokens_reused", "bytes_pulled", "intended_s", "sent_s", "late_ms",
-    "first_token_s", "ended_s", "ttft_ms", "e2e_ms", "mean_gap_ms", "gaps_ms", *(f"{phase}_ms" for phase in PHASES), "message",
+    "first_token_s", "ended_s", "ttft_ms", "e2e_ms", "mean_gap_ms", "gaps_ms",
+    *(f"{phase}_ms" for phase in PHASES), "other_ms", "message",
 )  # fmt: skip
 
 
@@ -177,6 +169,7 @@ def requests_csv(results: Sequence[PointResult]) -> str:
                 "ttft_ms": record.ttft_ms,
                 "e2e_ms": record.e2e_ms,
                 "mean_gap_ms": record.mean_gap_ms,
+                "other_ms": record.other_ms if record.phases_ms else None,
                 "gaps_ms": " ".join(f"{gap * 1e3:.3f}" for gap in record.gaps_s),
                 **{f"{phase}_ms": record.phases_ms.get(phase) for phase in PHASES},
             }

@@ -82,7 +82,7 @@ class PointFigures(msgspec.Struct, frozen=True):
 
     ``span_s`` runs from the first measured arrival to the last measured end; ``achieved_per_s`` (finished) and ``goodput_per_s``
     (finished within the objective) are per second of it. ``ttft_p95_all_ms`` counts requests that did not finish as
-    endless; None: endless.
+    endless; None: endless. ``loss_mean`` is of the ``loss_known`` requests whose plan has a profiled loss (exact: 0).
     """
 
     counts: Counts
@@ -101,6 +101,8 @@ class PointFigures(msgspec.Struct, frozen=True):
     by_kind: dict[str, GroupFigures]
     by_model: dict[str, GroupFigures]
     by_quality: dict[str, int]
+    loss_known: int
+    loss_mean: float | None
     phases_ms: dict[str, float]
     fallbacks: int
     bytes_pulled: int
@@ -156,6 +158,7 @@ def point_figures(
     span_s = _span_s(measured)
     met = sum(objective.met(record) for record in measured)
     p95 = quantile(ttft_all_ms(measured), 0.95)
+    losses = [record.loss for record in finished if record.loss is not None]
     lateness_ms = [record.late_s * 1e3 for record in records if record.outcome in SENT]
     return PointFigures(
         counts=count(measured),
@@ -174,7 +177,9 @@ def point_figures(
         by_kind=_grouped(finished, lambda record: record.kind),
         by_model=_grouped(finished, lambda record: record.model),
         by_quality=dict(sorted(Counter(record.quality for record in finished).items())),
-        phases_ms=_mean_phases(finished),
+        loss_known=len(losses),
+        loss_mean=math.fsum(losses) / len(losses) if losses else None,
+        phases_ms=mean_phases(finished),
         fallbacks=whole.fallbacks,
         bytes_pulled=whole.bytes_pulled,
         tokens_reused=whole.tokens_reused,
@@ -207,13 +212,13 @@ def _grouped(finished: Sequence[RequestRecord], name: Callable[[RequestRecord], 
     return {one: _group([record for record in finished if name(record) == one]) for one in names}
 
 
-def _mean_phases(finished: Sequence[RequestRecord]) -> dict[str, float]:
-    """Mean milliseconds a phase, as the node measured them. They overlap; ``ttft_ms`` of the client is more than their sum."""
+def mean_phases(finished: Sequence[RequestRecord]) -> dict[str, float]:
+    """Mean milliseconds of each phase as the nodes measured it, and ``other``. All but ``pull`` add up to the mean TTFT."""
     if not finished:
         return {}
-    return {
-        phase: math.fsum(record.phases_ms.get(phase, 0.0) for record in finished) / len(finished) for phase in PHASES
-    }
+    sums = {phase: math.fsum(record.phases_ms.get(phase, 0.0) for record in finished) for phase in PHASES}
+    sums["other"] = math.fsum(record.other_ms for record in finished)
+    return {phase: total / len(finished) for phase, total in sums.items()}
 
 
 def _span_s(measured: Sequence[RequestRecord]) -> float:

@@ -50,7 +50,8 @@ class PointResult(msgspec.Struct, frozen=True):
 
 
 class SweepSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What is the same for all points. ``warm_up_requests`` and ``warm_up_s`` are excluded from every point's figures."""
+    """What is the same for all points. ``warm_up_requests`` and ``warm_up_s`` are excluded from every point's figures;
+    ``ttft_slo_s`` is what requests of the arm sharing tell the router."""
 
     arms: tuple[Arm, ...]
     repeats: int
@@ -58,6 +59,7 @@ class SweepSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_loss: float
     share_hint: float
     deadline_s: float | None
+    ttft_slo_s: float | None
     limits: LoadLimits
     objective: Objective
     late_bound_ms: float
@@ -95,7 +97,9 @@ def asking_for(arm: Arm, settings: SweepSettings) -> Asking:
     """What an arm's requests allow. ``own`` reuses what the answering node holds itself, ``off`` nothing, and leaves nothing behind."""
     match arm:
         case "sharing":
-            return Asking(settings.reuse, settings.max_loss, True, settings.share_hint, settings.deadline_s)
+            return Asking(
+                settings.reuse, settings.max_loss, True, settings.share_hint, settings.deadline_s, settings.ttft_slo_s
+            )
         case "own":
             return Asking(Reuse.OWN, deadline_s=settings.deadline_s)
         case "off":

@@ -23,12 +23,14 @@ class Outcome(enum.StrEnum):
     NEVER_DUE = "never_due"  # the point ended before its turn came
 
 
+# Phases of a request that follow each other; a pull runs beside them, and what it holds up is ``wait``.
+SEQUENTIAL = ("hash", "route", "queue", "wait", "recompute", "suffix")
 SENT = frozenset({Outcome.FINISHED, Outcome.FAILED, Outcome.TIMED_OUT, Outcome.CUT_OFF})
 
 
 class RequestRecord(msgspec.Struct, frozen=True):
     """One request. None: it never came to that. ``gaps_s`` are the times between its tokens, in order; tokens that came in
-    one message have gaps of 0 between them."""
+    one message have gaps of 0 between them. ``loss`` is the profiled one; None also for reuse that nobody has profiled."""
 
     number: int
     session: int
@@ -53,6 +55,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
     tokens_reused: int = 0
     bytes_pulled: int = 0
     phases_ms: dict[str, float] = {}
+    loss: float | None = None
 
     @property
     def ttft_ms(self) -> float | None:
@@ -60,6 +63,11 @@ class RequestRecord(msgspec.Struct, frozen=True):
         if self.first_token_s is None or self.intended_s is None:
             return None
         return (self.first_token_s - self.intended_s) * 1e3
+
+    @property
+    def other_ms(self) -> float:
+        """The part of the TTFT that is in no phase: the client's and the network's, and on the node the steps of other requests."""
+        return max(0.0, (self.ttft_ms or 0.0) - sum(self.phases_ms.get(phase, 0.0) for phase in SEQUENTIAL))
 
     @property
     def e2e_ms(self) -> float | None:

@@ -26,13 +26,15 @@ LEAD_S = 0.05
 
 
 class Asking(msgspec.Struct, frozen=True):
-    """What every request of a point asks for besides its prompt. ``deadline_s`` is enforced by the router."""
+    """What every request of a point asks for besides its prompt. ``deadline_s`` is enforced by the router, by
+    ``ttft_slo_s`` it chooses the plan."""
 
     reuse: Reuse
     max_loss: float = 0.05
     publish: bool = True
     share_hint: float = -1.0
     deadline_s: float | None = None
+    ttft_slo_s: float | None = None
 
 
 class LoadLimits(msgspec.Struct, frozen=True):
@@ -106,6 +108,7 @@ class _State:
             tokens_reused=report.tokens_reused,
             bytes_pulled=report.bytes_pulled,
             phases_ms=phases_ms(self.finished.timings),
+            loss=report.loss,
         )
 
 
@@ -220,6 +223,7 @@ class LoadRun:
             publish=asking.publish,
             share_hint=asking.share_hint,
             deadline_s=asking.deadline_s,
+            ttft_slo_s=asking.ttft_slo_s,
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from mock_node import VOCAB_SIZE, MockNode, choose_privately, make_settings, until
+from mock_node import MockNode, choose_privately, make_settings, until
 from tiny_cluster import BASE, FULL, UPPER, make_cluster
 
 from kvkin.configs.loader import load_cluster
@@ -27,10 +27,11 @@ from kvkin.router.node import RouterNode
 from kvkin.router.settings import Timeouts
 from kvkin.tools import bench_serving as bench
 from kvkin.tools import bench_serving_options as options
-from kvkin.tools.bench_serving_sweep import plan_points
+from kvkin.tools.bench_serving_sweep import asking_for, plan_points
 from kvkin.tools.cli import main
+from kvkin.tools.load_runner import Asking
 from kvkin.tools.local import LocalCluster
-from kvkin.transport.messages import ModelEntry, NodeLoad
+from kvkin.transport.messages import ModelEntry, NodeLoad, Reuse
 from kvkin.transport.node_messages import Abort, Execute
 
 WAIT_S = 100.0
@@ -331,6 +332,7 @@ def test_a_node_dies_and_ctrl_c_ends_a_started_cluster(tmp_path: Path) -> None:
         (["--duration", "0"], "--duration: 0.0 (allowed: seconds above 0)"),
         (["--timeout", "inf"], "--timeout: inf"),
         (["--slo-ttft", "-1"], "--slo-ttft: -1.0"),
+        (["--send-slo"], "--send-slo: given without --slo-ttft"),
         (["--think", "-1"], "--think: -1.0 (allowed: 0 or more)"),
         (["--max-in-flight", "0"], "--max-in-flight: 0"),
         (["--warm-up", "soon"], "--warm-up: 'soon' (allowed: requests such as 8, or seconds such as 8s)"),
@@ -386,6 +388,18 @@ def test_options_that_need_the_cluster_are_checked_too() -> None:
     assert workload({"sessions": 3}, {}).common.duration_s is None
 
 
+def test_arms_ask_for_what_they_are_named_after() -> None:
+    measure = options.MeasureOptions(
+        reuse="exact", max_loss=0.1, share_hint=2.0, deadline_s=9.0, slo_ttft_s=3.0, send_slo=True
+    )
+    settings = options.sweep_settings(options.LoadOptions(), measure)
+    assert asking_for("sharing", settings) == Asking(Reuse.EXACT, 0.1, True, 2.0, 9.0, 3.0)
+    assert asking_for("own", settings) == Asking(Reuse.OWN, deadline_s=9.0)
+    assert asking_for("off", settings) == Asking(Reuse.OFF, publish=False, deadline_s=9.0)
+    silent = options.sweep_settings(options.LoadOptions(), options.MeasureOptions(slo_ttft_s=3.0))
+    assert asking_for("sharing", silent).ttft_slo_s is None
+
+
 def test_every_rate_runs_every_arm_and_the_order_rotates() -> None:
     points = plan_points(("sharing", "own", "off"), (0.5, 1.0), 3)
     assert [point.place for point in points] == list(range(18))
@@ -396,8 +410,3 @@ def test_every_rate_runs_every_arm_and_the_order_rotates() -> None:
     assert Counter(group[0].arm for group in groups) == {"sharing": 2, "own": 2, "off": 2}
     # of each rate as well, not only in all
     assert {group[0].arm for group in groups if group[0].rate == 0.5} == {"sharing", "own", "off"}
-
-
-def test_the_mock_vocabulary_holds_the_ids() -> None:
-    """The tests above draw ids below 250; a router that refuses ids would make every request fail alike."""
-    assert VOCAB_SIZE > 250

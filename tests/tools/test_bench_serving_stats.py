@@ -132,7 +132,7 @@ def test_an_objective_needs_a_whole_answer() -> None:
 def test_figures_of_a_point() -> None:
     measured = [
         record(1, 100.0, kind="exact", tokens_reused=8, bytes_pulled=50, phases_ms={"pull": 4.0, "suffix": 10.0}),
-        record(2, 300.0, kind="partial", tokens_reused=4, quality="unprofiled", fallback="lost", model="b"),
+        record(2, 300.0, kind="partial", tokens_reused=4, quality="bounded", loss=0.04, fallback="lost", model="b"),
         record(4, None),
         record(3, 50.0, outcome=Outcome.FAILED, code="capacity", sent_s=3.1),
     ]
@@ -153,9 +153,13 @@ def test_figures_of_a_point() -> None:
     assert figures.e2e_ms.p50 == pytest.approx(260.0)
     assert {kind: group.finished for kind, group in figures.by_kind.items()} == {"exact": 1, "partial": 1}
     assert {model: group.tokens_reused for model, group in figures.by_model.items()} == {"a": 8, "b": 4}
-    assert figures.by_quality == {"exact": 1, "unprofiled": 1}
+    assert figures.by_quality == {"exact": 1, "bounded": 1}
+    assert (figures.loss_known, figures.loss_mean) == (1, 0.04)
     assert (figures.fallbacks, figures.bytes_pulled, figures.tokens_reused, figures.prompt_tokens) == (1, 50, 12, 20)
     assert (figures.phases_ms["pull"], figures.phases_ms["suffix"], figures.phases_ms["queue"]) == (2.0, 5.0, 0.0)
+    # a pull runs beside the others: everything else adds up to what the client waited
+    assert figures.phases_ms["other"] == pytest.approx(195.0)
+    assert sum(figures.phases_ms.values()) - figures.phases_ms["pull"] == pytest.approx(figures.ttft_ms.mean)
     # lateness is the generator's, so all that were sent count, the warm-up too
     assert (figures.late.count, figures.late.max_ms) == (2, pytest.approx(500.0))
 

@@ -84,12 +84,13 @@ def check_accounts(load: Load, records: list[RequestRecord]) -> Counter[Outcome]
 async def test_all_finish(router: RouterNode, client: AsyncClient) -> None:
     load = load_of(*(request(number, at_s=0.01 * number) for number in range(6)))
     async with MockNode(router.node_address, "d0") as node:
-        run = run_of(client, load, Asking(Reuse.EXACT, publish=False, share_hint=3.0))
+        run = run_of(client, load, Asking(Reuse.EXACT, publish=False, share_hint=3.0, ttft_slo_s=2.5))
         records = await run.run()
         executed = await node.expect(Execute)
     assert check_accounts(load, records) == {Outcome.FINISHED: 6}
     for record in records:
         assert (record.kind, record.quality, record.node, record.tokens) == ("private", "exact", "d0", 3)
+        assert record.loss == 0.0
         assert record.phases_ms["suffix"] == 2.0
         # tokens that come in one message have no time between them
         assert record.gaps_s[1] == 0.0
