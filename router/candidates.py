@@ -103,9 +103,10 @@ class Desk:
         self.only_own = request.reuse is Reuse.OWN
         self.only_exact = self.only_own or request.reuse is Reuse.EXACT
         self.ready_s: dict[str, float] = {}
-        self.slo_s = request.slo_s
-        times = (request.deadline_s, request.slo_s)
-        self._late_s = min((seconds for seconds in times if seconds is not None), default=math.inf)
+        deadline_s = math.inf if request.deadline_s is None else request.deadline_s
+        # a plan that keeps its target beyond the deadline keeps nothing
+        self.slo_s = None if request.slo_s is None else min(request.slo_s, deadline_s)
+        self._late_s = deadline_s if self.slo_s is None else self.slo_s
 
     # --- extensions --------------------------------------------------------------------------------------------------
 

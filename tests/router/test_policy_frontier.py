@@ -175,6 +175,13 @@ def test_the_bound_holds_under_a_target_that_only_more_loss_would_keep() -> None
     assert decision.estimate.ttft_s > 0.02
 
 
+def test_a_deadline_before_the_target_is_the_target() -> None:
+    asked = request("full", BLOCKS, reuse=Reuse.BOUNDED, slo_s=1.0, deadline_s=0.05)
+    decision = choose(asked, HELD, world(), SETTINGS)
+    assert recomputed(decision) == 2
+    assert decision.estimate.ttft_s <= 0.05
+
+
 def test_a_profiled_plan_is_preferred_to_an_unprofiled_one_that_is_as_timely() -> None:
     both = family({("base", "full"): (GroupChoice(None), GroupChoice(LayerGroup(4, 6), 0.03))})
     assert plan(world(family=both), slo_s=0.05, reuse=Reuse.ANY).loss == 0.03
