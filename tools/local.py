@@ -48,8 +48,13 @@ class LocalCluster:
         try:
             resolved = await asyncio.to_thread(resolve_cluster, self.config)
             name = next(iter(self.config.routers))
+            settings = settings_from(resolved, name)
             settings = msgspec.structs.replace(
-                settings_from(resolved, name), client_address="tcp://127.0.0.1:0", node_address="tcp://127.0.0.1:0"
+                settings,
+                client_address="tcp://127.0.0.1:0",
+                node_address="tcp://127.0.0.1:0",
+                # it ends with its last answer, and must not rewrite what the real router of this name has switched off
+                drift=msgspec.structs.replace(settings.drift, share=0.0),
             )
             self.router = await self._exits.enter_async_context(RouterServer(settings))
             for worker in self.workers:

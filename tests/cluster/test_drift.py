@@ -57,7 +57,8 @@ def write_cluster(folder: Path) -> Path:
             ON_BASE: {"models": [BASE], **small},
             ON_TUNED: {"models": [NEAR, FAR], **small},
         },
-        "router": {"policy": {"bypass_tokens": 0, "min_reuse_tokens": 16}},
+        # reuse is worth it whenever it saves a layer, however fast this machine computes
+        "router": {"policy": {"bypass_tokens": 0, "min_reuse_tokens": 16, "stream_overhead_s": 0}},
         "drift": {
             "share": 1,
             "tokens": 4,
