@@ -25,14 +25,11 @@ from kvkin.kv.plan import Holder, LayerSource, PlanKind, ReusePlan, Segment
 from kvkin.kv.provenance import Provenance
 from kvkin.router.chains import Match, Run
 from kvkin.router.facts import Facts, Option
+from kvkin.router.groups import LATE, WIRE, ahead_of, best_group
 from kvkin.router.policy_types import NodeView, PolicyRequest, PolicySettings
 from kvkin.transport.messages import Reuse
 
 _IDLE = NodeRates()
-_LATE = 10.0  # a second behind the deadline weighs as much as so many others
-_WIRE = 0.01  # a pull that hides behind compute still uses the wire: among equals, the smaller one
-
-Ahead = tuple[float, float, float, float]  # see Desk._ahead
 
 
 class Leg:
@@ -93,7 +90,7 @@ class Desk:
     ) -> None:
         self.request, self.facts, self.nodes, self.policy = request, facts, nodes, policy
         self.settings: CostSettings = policy.cost
-        self._beta, self._overhead_s = policy.beta, policy.cost.stream_overhead_s
+        self.beta, self.overhead_s = policy.beta, policy.cost.stream_overhead_s
         self.size = request.block_size
         # at least one token is always computed
         self.max_blocks = min(request.num_blocks, (request.num_tokens - 1) // self.size)
@@ -106,7 +103,7 @@ class Desk:
         deadline_s = math.inf if request.deadline_s is None else request.deadline_s
         # a plan that keeps its target beyond the deadline keeps nothing
         self.slo_s = None if request.slo_s is None else min(request.slo_s, deadline_s)
-        self._late_s = deadline_s if self.slo_s is None else self.slo_s
+        self.late_s = deadline_s if self.slo_s is None else self.slo_s
 
     # --- extensions --------------------------------------------------------------------------------------------------
 
@@ -166,7 +163,7 @@ class Desk:
                 continue
             option = first
             if option is None:
-                option, _ = self._group(current, run, match.node, self._ahead(current, run.stop_block))
+                option, _ = best_group(self, current, run, match.node, ahead_of(self, current, run.stop_block))
             first = None
             if option is None:
                 break
@@ -190,7 +187,7 @@ class Desk:
         """What computing the blocks from the candidate's end to ``stop_block`` adds to its rank: reuse cannot save more."""
         first, stop = candidate.stop * self.size, stop_block * self.size
         seconds = prefill_work(stop - first, first, self.facts.num_layers, self.settings) / candidate.receiver.rate
-        late = _LATE if candidate.ttft_s > self._late_s else 0.0
+        late = LATE if candidate.ttft_s > self.late_s else 0.0
         return ((1.0 + self.policy.beta) * (1.0 + self.policy.exact_preference) + late) * seconds
 
     def price(self, candidate: Candidate) -> Candidate:
@@ -200,11 +197,11 @@ class Desk:
         suffix = prefill_work(self.request.num_tokens - start, start, layers, self.settings)
         ttft_s = first_token_s(work, suffix, receiver.rate, receiver.queue_s, layers)
         objective = ttft_s + policy.beta * ((work.recompute + suffix) / receiver.rate + work.order_s)
-        rank = objective + receiver.penalty_s + _WIRE * work.pull_s
+        rank = objective + receiver.penalty_s + WIRE * work.pull_s
         if not candidate.exact:
             rank += objective * policy.exact_preference
-        if ttft_s > self._late_s:
-            rank += _LATE * (ttft_s - self._late_s)
+        if ttft_s > self.late_s:
+            rank += LATE * (ttft_s - self.late_s)
         candidate.ttft_s, candidate.objective, candidate.rank = ttft_s, objective, rank
         return candidate
 
@@ -216,79 +213,6 @@ class Desk:
 
     def _allows(self, loss: float) -> bool:
         return not self.only_exact and loss <= self.max_loss
-
-    def most_promising(self, base: Candidate, matches: Sequence[Match], most: int) -> list[tuple[Match, Option]]:
-        """The matches that continue ``base`` best under recompute groups, each with its group for that: the ``most`` best ones,
-        and the one that is cheapest by the block if it is none of them, as another match may go on where it ends."""
-        found: list[tuple[float, int, Match, Option]] = []
-        ends: dict[int, Ahead] = {}
-        after, only = base.stop, self.max_blocks
-        pace, cheapest = math.inf, -1
-        for number, match in enumerate(matches):
-            for run in match.runs:
-                if run.stop_block > after:
-                    stop = min(run.stop_block, only)
-                    ahead = ends.get(stop)
-                    if ahead is None:
-                        ahead = ends[stop] = self._ahead(base, stop)
-                    option, rank = self._group(base, run, match.node, ahead)
-                    if option is not None:
-                        found.append((rank, number, match, option))
-                        # what the blocks take by themselves: without what is computed behind them
-                        _, computed_s, pulled_s, node_s = ahead
-                        each = (rank - node_s - max(computed_s, pulled_s)) / (stop - after)
-                        if each < pace:
-                            pace, cheapest = each, number
-                    break
-        found.sort()
-        chosen = found[:most]
-        chosen += [one for one in found[most:] if one[1] == cheapest]
-        return [(match, option) for _, _, match, option in chosen]
-
-    def _ahead(self, base: Candidate, stop_block: int) -> Ahead:
-        """For reuse of the blocks from ``base`` to ``stop_block``, whatever its group: (seconds that recomputing one of their
-        layers takes, seconds until all else is computed, seconds until all else has come, price of all else's node-seconds)."""
-        receiver, settings, layers = base.receiver, self.settings, self.facts.num_layers
-        rate, work = receiver.rate, base.work
-        first, stop = base.stop * self.size, min(stop_block, self.max_blocks) * self.size
-        layer_s = prefill_work(stop - first, first, 1, settings) / rate
-        suffix_s = prefill_work(self.request.num_tokens - stop, stop, layers, settings) / rate
-        recompute_s = work.recompute / rate
-        computed_s = receiver.queue_s + work.e_s + recompute_s + suffix_s
-        pulled_s = receiver.queue_s + work.pull_s + suffix_s / layers
-        return layer_s, computed_s, pulled_s, self.policy.beta * (suffix_s + recompute_s)
-
-    def _group(self, base: Candidate, run: Run, node: str, ahead: Ahead) -> tuple[Option | None, float]:
-        """The best allowed recompute group for a run, and about what the rank would be with it (a live source's is too low)."""
-        best, best_rank = None, math.inf
-        spent, max_loss, late_s = base.loss + run.provenance.loss, self.max_loss, self._late_s
-        receiver, beta, overhead_s = base.receiver, self._beta, self._overhead_s
-        layer_s, computed_s, pulled_s, node_s = ahead
-        byte_s = 0.0
-        if node != receiver.name:
-            stop = min(self.max_blocks, run.stop_block)
-            byte_s = (stop - base.stop) / receiver.bytes_per_s(node, self)
-            pulled_s += overhead_s
-        groups = self.facts.groups_for(run.provenance.lineage_id, run.kv_layers, run.e_layers)
-        for option, loss, layers, e_bytes, all_bytes in groups:
-            recompute_s = layers * layer_s
-            ttft_s = computed_s + recompute_s
-            price_s = node_s + beta * recompute_s
-            if ttft_s + price_s >= best_rank:
-                break  # the others recompute as much or more
-            if spent + loss > max_loss:
-                continue
-            pull_s = all_bytes * byte_s
-            if e_bytes and byte_s:
-                ttft_s += e_bytes * byte_s + overhead_s
-            if pulled_s + pull_s > ttft_s:  # noqa: PLR1730 - max() would be a third of the loop
-                ttft_s = pulled_s + pull_s
-            rank = ttft_s + price_s + _WIRE * pull_s
-            if ttft_s > late_s:
-                rank += _LATE * (ttft_s - late_s)
-            if rank < best_rank:
-                best, best_rank = option, rank
-        return best, best_rank
 
     def _extend(
         self, base: Candidate, option: Option, node: str, run: Run, before: Provenance | None, loss: float

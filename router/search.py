@@ -8,6 +8,7 @@ import msgspec
 
 from kvkin.router.candidates import Candidate, Desk, Receiver, shortlist
 from kvkin.router.chains import Match
+from kvkin.router.groups import most_promising
 from kvkin.router.ordering import Ordering, live_ready_s
 
 _MAX_PARTIAL = 2  # matches whose recompute groups are priced exactly: the most promising
@@ -216,7 +217,7 @@ class Search:
             if match.runs[0].provenance.lineage_id in facts.exact_senders and match.runs[-1].stop_block > base.stop:
                 found += self._exactly(base, match)
         if not desk.only_exact and facts.groups:
-            for match, option in desk.most_promising(base, matches, _MAX_PARTIAL):
+            for match, option in most_promising(desk, base, matches, _MAX_PARTIAL):
                 found += desk.with_partial(base, match, option)
         return found
 
