@@ -79,7 +79,7 @@ class Profile:
     """Generate answers for all groups, not only for those that may lie on the frontier."""
 
     refresh: bool = False
-    """Measure on contexts that the cluster recorded (router.drift.record) in place of data: do answers agree with private ones?"""
+    """Measure on contexts that the cluster recorded (drift.record) in place of data: do answers agree with private ones?"""
 
     out: Path = Path("profiles")
     """Folder for the profile, its report and figures."""
