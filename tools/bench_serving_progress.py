@@ -71,6 +71,7 @@ class Progress:
     def ended(self, result: PointResult) -> None:
         self._done_s += self._clock() - self._began
         self._done += 1
+        self._run = None
         figures, counts = result.figures, result.figures.counts
         ttft = "no answer" if figures.ttft_ms is None else f"p95 TTFT {figures.ttft_ms.p95:,.0f} ms"
         text = f"{self._title(result.point)}: {counts.finished} of {counts.planned} finished, {ttft}"
@@ -82,7 +83,7 @@ class Progress:
             return ""
         run = self._run
         return (
-            f"{self._title(self._point)}: {run.in_flight} in flight, {run.done} of {run.total} done; "
+            f"{self._title(self._point)}: {run.in_flight} in flight, {run.done} of {run.total} done, "
             f"about {duration(self.left_s())} left"
         )
 
@@ -95,7 +96,7 @@ class Progress:
 
     def _title(self, point: Point) -> str:
         number = f"{point.place + 1}/{len(self._horizons_s)}"
-        return f"point {number}, {point.arm} at {point.rate:.4g} requests/s, repeat {point.repeat + 1}"
+        return f"{number} {point.arm} at {point.rate:.4g}/s, repeat {point.repeat + 1}"
 
     async def _tick(self) -> None:
         while True:

@@ -25,6 +25,7 @@ from kvkin.tools.bench_serving_stats import (
     Spread,
     crossing,
     curve_of,
+    grouped,
     mean_phases,
     quantile,
     throughput_ratio,
@@ -196,41 +197,66 @@ def write(folder: Path, whole: Mapping[str, Any], results: Sequence[PointResult]
 
 
 def view(results: Sequence[PointResult], whole: Mapping[str, Any]) -> RenderableType:
-    """All points, and what they say together."""
+    """All points, what they say together, and what a reader must know besides."""
     if not results:
         return Text("no point was completed")
-    return Group(_points_table(results), *_summary_lines(whole["summary"]), *_trouble(results))
+    lines = [*_summary_lines(whole["summary"]), *_trouble(results)]
+    return Group(_points_table(results), Text(), _groups_table(results), Text(), *lines)
 
 
 def _points_table(results: Sequence[PointResult]) -> Table:
-    table = Table(title="milliseconds from the intended arrival; warm-up excluded")
-    for column in ("rate", "rep", "arm"):
-        table.add_column(column, no_wrap=True)
-    columns = ("finished", "lost", "TTFT p50", "p95", "p99", "TBT p50", "p95", "p99", "e2e p50", "p95", "p99")
-    for column in (*columns, "good/s", "done/s", "reused", "pulled MB", "plans"):
-        table.add_column(column, justify="left" if column == "plans" else "right", no_wrap=column != "plans")
+    table = _table("milliseconds from the intended arrival (p50 p95 p99); warm-up excluded", ("rate", "rep", "arm"))
+    for column in ("done", "TTFT", "TBT", "end to end", "good/s", "reused"):
+        table.add_column(column, justify="right", no_wrap=True)
     for result in sorted(results, key=lambda one: (one.point.rate, one.point.repeat, one.point.place)):
         figures, counts = result.figures, result.figures.counts
         table.add_row(
             f"{result.point.rate:.4g}",
             str(result.point.repeat + 1),
             result.point.arm,
-            str(counts.finished),
-            str(counts.planned - counts.finished),
-            *_three(figures.ttft_ms),
-            *_three(figures.tbt_ms),
-            *_three(figures.e2e_ms),
-            f"{figures.goodput_per_s:.3f}",
-            f"{figures.achieved_per_s:.3f}",
+            f"{counts.finished}/{counts.planned}",
+            _percentiles(figures.ttft_ms),
+            _percentiles(figures.tbt_ms),
+            _percentiles(figures.e2e_ms),
+            f"{figures.goodput_per_s:.3g}",
             f"{figures.tokens_reused / max(1, figures.prompt_tokens):.0%}",
-            f"{figures.bytes_pulled / 1e6:,.1f}",
-            ", ".join(f"{kind} {group.finished}" for kind, group in figures.by_kind.items()),
         )
     return table
 
 
-def _three(values: Spread | None) -> tuple[str, str, str]:
-    return ("-", "-", "-") if values is None else (f"{values.p50:,.0f}", f"{values.p95:,.0f}", f"{values.p99:,.0f}")
+def _groups_table(results: Sequence[PointResult]) -> Table:
+    """By arm, over all its points: the plan kinds and the models."""
+    table = _table("by plan kind and by model, all rates together", ("arm", "of"))
+    for column in ("done", "TTFT", "TBT", "end to end", "pulled MB"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for arm in dict.fromkeys(result.point.arm for result in results):
+        records = [record for result in results if result.point.arm == arm for record in result.records]
+        finished = [one for one in records if one.outcome is Outcome.FINISHED and not one.warm_up]
+        for groups in (grouped(finished, lambda one: one.kind), grouped(finished, lambda one: one.model)):
+            for name, figures in groups.items():
+                table.add_row(
+                    arm,
+                    name,
+                    str(figures.finished),
+                    _percentiles(figures.ttft_ms),
+                    _percentiles(figures.tbt_ms),
+                    _percentiles(figures.e2e_ms),
+                    f"{figures.bytes_pulled / 1e6:,.1f}",
+                )
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(
+        title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold"
+    )
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def _percentiles(values: Spread | None) -> str:
+    return "-" if values is None else f"{values.p50:.0f} {values.p95:.0f} {values.p99:.0f}"
 
 
 def _summary_lines(whole: Mapping[str, Any]) -> list[Text]:

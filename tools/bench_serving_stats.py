@@ -174,8 +174,8 @@ def point_figures(
         ttft_p95_all_ms=p95 if math.isfinite(p95) else None,
         tbt_ms=whole.tbt_ms,
         e2e_ms=whole.e2e_ms,
-        by_kind=_grouped(finished, lambda record: record.kind),
-        by_model=_grouped(finished, lambda record: record.model),
+        by_kind=grouped(finished, lambda record: record.kind),
+        by_model=grouped(finished, lambda record: record.model),
         by_quality=dict(sorted(Counter(record.quality for record in finished).items())),
         loss_known=len(losses),
         loss_mean=math.fsum(losses) / len(losses) if losses else None,
@@ -207,7 +207,8 @@ def _group(finished: Sequence[RequestRecord]) -> GroupFigures:
     )
 
 
-def _grouped(finished: Sequence[RequestRecord], name: Callable[[RequestRecord], str]) -> dict[str, GroupFigures]:
+def grouped(finished: Sequence[RequestRecord], name: Callable[[RequestRecord], str]) -> dict[str, GroupFigures]:
+    """Figures of finished requests by what ``name`` says of them."""
     names = sorted({name(record) for record in finished})
     return {one: _group([record for record in finished if name(record) == one]) for one in names}
 

