@@ -50,52 +50,55 @@ class Line:
 
 ROUNDS = (
     Round(
-        """\
-def free_metres(deck):
-    # metres left behind the vehicles, without the crew's part
-    used = used_metres(deck)""",
-        "How long is the deck of the Alka?",
-        "46",
-    ),
-    Round(
-        """\
-def board(deck, vehicle):
-    # put a vehicle behind the others; DeckFull if it does not fit there
-    needed = vehicle.metres + GAP_METRES""",
-        "What does a vehicle that does not fit any more raise?",
-        "DeckFull",
-    ),
-    Round(
-        """\
+        '''\
 def ticket(kind, age, month, islander):
-    # what somebody pays, in whole crowns
+    """What somebody pays, in whole crowns."""
     if age < 7:
         return 0
-    price = PRICES[kind]""",
+    price = PRICES[kind]
+    if is_summer(month):''',
         "How much does a ticket for a bicycle cost?",
         "6",
     ),
     Round(
-        """\
+        '''\
 def is_red(deck):
-    # whether a vehicle on the deck carries dangerous goods
-    for vehicle in deck:""",
+    """Whether a vehicle on the deck carries dangerous goods."""
+    for vehicle in deck:
+        if vehicle.dangerous:''',
         "What is a sailing with dangerous goods called?",
         "red sailing",
     ),
     Round(
-        """\
+        '''\
+def board(deck, vehicle):
+    """Put a vehicle behind the others; DeckFull if it does not fit there."""
+    needed = used_metres([*deck, vehicle]) + CREW_METRES''',
+        "What does a vehicle that does not fit any more raise?",
+        "DeckFull",
+    ),
+    Round(
+        '''\
 def manifest(deck):
-    # one line a vehicle: plate, then metres with one decimal
-    lines = []""",
+    """One line a vehicle: plate, then metres with one decimal."""
+    lines = []
+    for vehicle in deck:''',
         "What is the first thing in each line of the manifest?",
         "plate",
     ),
     Round(
-        """\
+        '''\
+def free_metres(deck):
+    """Metres that are left behind the vehicles, without the crew's part."""
+    used = used_metres(deck)''',
+        "How long is the deck of the Alka?",
+        "46",
+    ),
+    Round(
+        '''\
 def leave(deck):
-    # take the vehicle off the deck that drove on first, and return it
-    if not deck:""",
+    """Take the vehicle off the deck that drove on first, and return it."""
+    if not deck:''',
         "Who sells tickets in the yellow hut?",
         "Marit",
     ),
@@ -125,13 +128,18 @@ def marks(line: Line, text: str, *, cut_off: bool) -> bool:
 def parses(head: str, text: str, *, cut_off: bool) -> bool:
     """Whether ``text`` goes on with the function ``head`` by the rules of Python's grammar, at least one statement long.
 
-    Of an answer that the token limit cut off, only complete lines count. Markdown fences around code are no mistake.
+    What comes after the function's end is not looked at. Of an answer that the token limit cut off, neither the last line counts
+    nor a block that it would have begun. Markdown fences around code are no mistake.
     """
-    if cut_off:
-        text = text.rpartition("\n")[0]
-    rest = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("```"))
+    written = [line for line in text.split("\n") if not line.lstrip().startswith("```")]
+    end = next((index for index, line in enumerate(written) if line.strip() and not line[0].isspace()), None)
+    body = written[:end]
+    if cut_off and end is None:
+        body = body[:-1]
+        while body and (not body[-1].strip() or body[-1].rstrip().endswith(":")):
+            body.pop()
     try:
-        written = ast.parse(f"{head}\n{rest}\n")
+        function = ast.parse("\n".join([head, *body, ""]))
     except (SyntaxError, ValueError):  # ValueError: a zero byte
         return False
-    return any(getattr(node, "lineno", 0) > head.count("\n") + 1 for node in ast.walk(written.body[0]))
+    return any(getattr(node, "lineno", 0) > head.count("\n") + 1 for node in ast.walk(function))

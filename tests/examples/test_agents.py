@@ -109,7 +109,9 @@ def test_the_script_asks_for_what_is_in_the_task_and_can_be_written() -> None:
     assert len(whole.rounds) == 6
     compile(whole.task, "task", "exec")
     for each in whole.rounds:
-        assert any(parses(each.head, f"{indent}return None", cut_off=False) for indent in ("    ", "        ")), each
+        assert any(
+            parses(each.head, f"{indent}return None", cut_off=False) for indent in (" " * 4, " " * 8, " " * 12)
+        ), each
         assert f" {normalize_answer(each.expected)} " in f" {normalize_answer(whole.task)} ", each
         assert not marks(Line(1, TESTER, "", expected=each.expected), each.question, cut_off=False), "answers itself"
 
@@ -132,6 +134,12 @@ def test_only_the_first_turn_shows_the_task() -> None:
         ("    return 1\n    retu", True, True),  # the last line is not complete
         ("    return 1", True, False),  # neither is this one, and nothing else is there
         ("    return (1\n", False, False),
+        ('    return 1\n\n\ndef two():\n    """cut', True, True),  # what is not complete is another function
+        ("    return 1\n\n\ndef two(:", False, True),
+        ("    y = 2\n    if y:\n        retu", True, True),  # nor is the block
+        ("    y = 2\n    if y:\n", False, False),  # but this model meant it to be
+        ("    y = (2\n    if y:\n        retu", True, False),
+        ("    if y:\n        retu", True, False),  # nothing is left
         ("return 1", False, False),  # outside of the function
         ("def two():\n    return 2", False, False),  # Python, but another function
         ("    # nothing is done", False, False),
