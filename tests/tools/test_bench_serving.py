@@ -34,7 +34,7 @@ from kvkin.tools.local import LocalCluster
 from kvkin.transport.messages import ModelEntry, NodeLoad, Reuse
 from kvkin.transport.node_messages import Abort, Execute
 
-WAIT_S = 100.0
+WAIT_S = 150.0
 MODELS = (BASE, FULL, UPPER)
 LOST = ("timed_out", "cut_off", "not_sent", "abandoned", "never_due")
 
@@ -82,6 +82,7 @@ def check_accounts(point: dict[str, Any]) -> None:
 # --- a tiny cluster over real sockets ------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(300)
 async def test_three_arms_on_a_tiny_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     async with LocalCluster(load_cluster(make_cluster(tmp_path))) as cluster:
@@ -288,7 +289,7 @@ def wait_for(child: subprocess.Popen[bytes], file: Path, fits: Callable[[str], b
     return text
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_a_node_dies_and_ctrl_c_ends_a_started_cluster(tmp_path: Path) -> None:
     """A decode node is killed in the middle of the first point, Ctrl-C comes in the middle of the second."""
     file = make_cluster(tmp_path)
