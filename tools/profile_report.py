@@ -14,6 +14,8 @@ from kvkin.configs.profiles import MeasuredGroup, Profile, ProfilePoint
 from kvkin.tools.profile_result import name_of
 from kvkin.tools.profile_search import parse, stability
 
+HEAD = ("layers", "group", "loss (95 %)", "score", "first token agrees", "divergence", "recompute")
+
 
 def write_report(path: Path, profile: Profile, extra: Mapping[str, Any]) -> list[Path]:
     """Write report and figures next to the profile at ``path``; the files written.
@@ -53,7 +55,7 @@ def markdown(profile: Profile, extra: Mapping[str, Any], figures: Mapping[str, s
         "",
         f"Recompute time: {extra['timed_tokens']} context tokens, median of a few runs.",
         "",
-        "| layers | group | loss (95 %) | score | first token agrees | divergence | recompute |",
+        f"| {' | '.join(HEAD)} |",
         "|---|---|---|---|---|---|---|",
         *(f"| {' | '.join(row)} |" for row in rows(profile, frontier_only=True)),
         "",
@@ -69,7 +71,7 @@ def markdown(profile: Profile, extra: Mapping[str, Any], figures: Mapping[str, s
         "",
         "## All groups with answers",
         "",
-        "| layers | group | loss (95 %) | score | first token agrees | divergence | recompute |",
+        f"| {' | '.join(HEAD)} |",
         "|---|---|---|---|---|---|---|",
         *(f"| {' | '.join(row)} |" for row in rows(profile, frontier_only=False)),
     ]
@@ -103,7 +105,7 @@ def rows(profile: Profile, *, frontier_only: bool) -> list[list[str]]:
 def summary(profile: Profile) -> str:
     """The frontier as a table for the terminal."""
     table = Table(title=f"{profile.receiver.name} on the KV of {profile.sender.name}", title_justify="left", box=None)
-    for column in ("layers", "group", "loss (95 %)", "score", "first token", "divergence", "recompute"):
+    for column in HEAD:
         table.add_column(column)
     for row in rows(profile, frontier_only=True):
         table.add_row(*(cell.replace("**", "") for cell in row))
