@@ -32,6 +32,7 @@ from kvkin.tools import bench_serving_options as options
 from kvkin.tools import bench_serving_report as reports
 from kvkin.tools.bench_serving_plots import write_plots
 from kvkin.tools.bench_serving_progress import Progress, stderr_console
+from kvkin.tools.bench_serving_stats import RESAMPLES
 from kvkin.tools.bench_serving_sweep import PointResult, Sweep, SweepSettings, check_loads, plan_points
 from kvkin.tools.cluster_processes import ClusterProcesses
 from kvkin.tools.demo import demo_config
@@ -94,6 +95,11 @@ class Bench:
         self._sweep: Sweep | None = None
         self._known: dict[str, Any] = {}
 
+    @property
+    def results(self) -> list[PointResult]:
+        """Of the points that are complete."""
+        return [] if self._sweep is None else self._sweep.results
+
     async def run(self) -> int:
         """Measure until it is done, fails or is interrupted; report what there is in each case. Returns the exit code."""
         interrupted, failure = False, None
@@ -103,16 +109,15 @@ class Bench:
             interrupted = True
         except KvkinError as error:
             failure = error
-        results = [] if self._sweep is None else self._sweep.results
-        if failure is not None and not results:
+        if failure is not None and not self.results:
             raise failure
         # drawing takes seconds, and in tests the cluster lives in this loop
-        await asyncio.to_thread(self._report, results, complete=not interrupted and failure is None)
+        await asyncio.to_thread(self._report, complete=not interrupted and failure is None)
         if failure is not None:
             raise failure
         if interrupted:
             return EXIT_INTERRUPTED
-        return 0 if any(result.figures.counts.finished for result in results) else EXIT_NOTHING
+        return 0 if any(result.figures.counts.finished for result in self.results) else EXIT_NOTHING
 
     async def _measure(self) -> None:
         command = self._command
@@ -138,12 +143,14 @@ class Bench:
         vocabulary = self._vocabulary(config, entries[0].family)
         workload = options.build_workload(command.load, command.agents, command.trace, entries, vocabulary)
         await asyncio.to_thread(check_loads, workload, settings, options.room(entries))
+        nodes = (await client.status()).nodes
         points = plan_points(settings.arms, workload.rates, settings.repeats)
         self._known = {
             "models": [entry.name for entry in entries],
             "rates": list(workload.rates),
             "vocabulary_ids": len(vocabulary),
             "salt": settings.salt,
+            "nodes": [{"name": node.name, "role": node.role, "models": list(node.models)} for node in nodes],
         }
         progress = Progress([(point, workload.horizon_s(point.rate, point.repeat)) for point in points], self._console)
         watcher = _Saving(progress, self)
@@ -179,7 +186,7 @@ class Bench:
 
     # --- what is said ------------------------------------------------------------------------------------------------
 
-    def whole(self, results: list[PointResult], *, complete: bool) -> dict[str, Any]:
+    def whole(self, *, complete: bool, resamples: int = RESAMPLES) -> dict[str, Any]:
         """The JSON object."""
         command = self._command
         settings = {
@@ -194,25 +201,26 @@ class Bench:
             **self._known,
             "complete": complete,
         }
-        return reports.report(settings, results, self._settings.objective, command.load.seed)
+        objective = self._settings.objective
+        return reports.report(settings, self.results, objective, command.load.seed, resamples=resamples)
 
-    def save(self, *, complete: bool = False) -> None:
-        """Write what there is by now."""
-        if self._command.out is not None and self._sweep is not None:
-            results = self._sweep.results
-            reports.write(self._command.out, self.whole(results, complete=complete), results)
+    def save(self) -> None:
+        """Write what there is by now, without what takes long to compute."""
+        if self._command.out is not None:
+            reports.write(self._command.out, self.whole(complete=False, resamples=0), self.results)
 
-    def _report(self, results: list[PointResult], *, complete: bool) -> None:
-        whole = self.whole(results, complete=complete)
-        self.save(complete=complete)
-        if self._command.out is not None and results:
-            write_plots(self._command.out, whole)
+    def _report(self, *, complete: bool) -> None:
+        whole, out = self.whole(complete=complete), self._command.out
+        if out is not None and self.results:
+            reports.write(out, whole, self.results)
+            write_plots(out, whole)
         if self._command.json:
             print(json.dumps(whole))
         else:
-            Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(reports.view(results, whole))
+            console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+            console.print(reports.view(self.results, whole))
         if not complete:
-            self._console.print(f"not complete: {len(results)} points are reported")
+            self._console.print(f"not complete: {len(self.results)} points are reported")
 
 
 class _Saving:

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvkin.tools.bench_serving_stats import (
+    RESAMPLES,
     Crossing,
     Objective,
     Ratio,
@@ -40,13 +41,18 @@ DIGITS = 4
 
 
 def report(
-    settings: Mapping[str, Any], results: Sequence[PointResult], objective: Objective, seed: int
+    settings: Mapping[str, Any],
+    results: Sequence[PointResult],
+    objective: Objective,
+    seed: int,
+    *,
+    resamples: int = RESAMPLES,
 ) -> dict[str, Any]:
-    """The object that ``--json`` prints: settings, points, summary."""
+    """The object that ``--json`` prints: settings, points, summary. Without ``resamples`` there are no intervals, which take seconds."""
     return {
         "settings": dict(settings),
         "points": [point_json(result) for result in results],
-        "summary": summary(results, objective, seed),
+        "summary": summary(results, objective, seed, resamples),
     }
 
 
@@ -56,7 +62,9 @@ def point_json(result: PointResult) -> dict[str, Any]:
     return _rounded({**point, **figures, "truncated": result.truncated, "router": result.router})
 
 
-def summary(results: Sequence[PointResult], objective: Objective, seed: int) -> dict[str, Any]:
+def summary(
+    results: Sequence[PointResult], objective: Objective, seed: int, resamples: int = RESAMPLES
+) -> dict[str, Any]:
     """By arm its curve over the rate, all repeats together, and with a TTFT objective the throughput at equal p95 TTFT.
 
     Only rates and repeats that every arm completed are compared.
@@ -73,7 +81,7 @@ def summary(results: Sequence[PointResult], objective: Objective, seed: int) -> 
             crossings[arm] = crossing(curve, objective.ttft_ms)
             found["arms"][arm]["throughput_at_p95_ttft"] = msgspec.to_builtins(crossings[arm])
     ratios = {
-        f"{over}/{under}": throughput_ratio(ttft[over], ttft[under], objective.ttft_ms, seed)
+        f"{over}/{under}": throughput_ratio(ttft[over], ttft[under], objective.ttft_ms, seed, resamples)
         for place, over in enumerate(arms)
         for under in arms[place + 1 :]
         if over in crossings and under in crossings

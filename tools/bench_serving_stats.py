@@ -297,7 +297,9 @@ def curve_of(ttft: TtftByRepeat, repeats: Sequence[int]) -> dict[float, float]:
     }
 
 
-def throughput_ratio(over: TtftByRepeat, under: TtftByRepeat, objective_ms: float, seed: int) -> Ratio:
+def throughput_ratio(
+    over: TtftByRepeat, under: TtftByRepeat, objective_ms: float, seed: int, resamples: int = RESAMPLES
+) -> Ratio:
     """The ratio at equal p95 TTFT, with a bootstrap interval over repeats.
 
     Both arms saw the same arrivals in a repeat, so a resample takes the same repeats of both. Crossings beyond the measured rates
@@ -307,11 +309,11 @@ def throughput_ratio(over: TtftByRepeat, under: TtftByRepeat, objective_ms: floa
     assert len(sizes) == 1, f"repeats differ: {sizes}"
     repeats = range(sizes.pop())
     whole = compare(crossing(curve_of(over, repeats), objective_ms), crossing(curve_of(under, repeats), objective_ms))
-    if len(repeats) < 2 or whole.value is None:
+    if len(repeats) < 2 or whole.value is None or not resamples:
         return whole
     generator = random.Random(seed)
     values = []
-    for _ in range(RESAMPLES):
+    for _ in range(resamples):
         chosen = generator.choices(repeats, k=len(repeats))
         values.append(
             crossing(curve_of(over, chosen), objective_ms).rate / crossing(curve_of(under, chosen), objective_ms).rate

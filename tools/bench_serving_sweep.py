@@ -167,16 +167,20 @@ class Sweep:
         )
 
     async def _idle(self) -> StatusReply:
+        """The first status of an idle cluster. A router that is too busy to answer is asked again until the time is up."""
         deadline = time.monotonic() + self._settings.idle_s
-        while not is_idle(status := await self._client.status()):
-            if time.monotonic() > deadline:
+        while True:
+            try:
+                status = await self._client.status()
+                if is_idle(status):
+                    return status
                 loads = ", ".join(f"{node.name} {node.load.running} running" for node in status.nodes)
-                raise NodeUnavailable(
-                    f"the cluster was not idle within {self._settings.idle_s:g} s: {status.running} requests ({loads}); "
-                    "does somebody else use it?"
-                )
+                problem = f"{status.running} requests ({loads}); does somebody else use it?"
+            except NodeUnavailable as error:
+                problem = str(error)
+            if time.monotonic() > deadline:
+                raise NodeUnavailable(f"the cluster was not idle within {self._settings.idle_s:g} s: {problem}")
             await asyncio.sleep(IDLE_POLL_S)
-        return status
 
 
 def check_loads(workload: Workload, settings: SweepSettings, max_context_tokens: int) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from mock_node import MockNode, choose_privately, make_settings, until
@@ -27,11 +28,12 @@ from kvkin.router.node import RouterNode
 from kvkin.router.settings import Timeouts
 from kvkin.tools import bench_serving as bench
 from kvkin.tools import bench_serving_options as options
+from kvkin.tools import bench_serving_sweep
 from kvkin.tools.bench_serving_sweep import asking_for, plan_points
 from kvkin.tools.cli import main
 from kvkin.tools.load_runner import Asking
 from kvkin.tools.local import LocalCluster
-from kvkin.transport.messages import ModelEntry, NodeLoad, Reuse
+from kvkin.transport.messages import ModelEntry, NodeLoad, NodeStatus, Reuse, StatusReply
 from kvkin.transport.node_messages import Abort, Execute
 
 WAIT_S = 150.0
@@ -126,6 +128,12 @@ async def test_three_arms_on_a_tiny_cluster(tmp_path: Path, capsys: pytest.Captu
 def check_agents(whole: dict[str, Any]) -> None:
     assert whole["settings"]["complete"] is True
     assert whole["settings"]["models"] == list(MODELS)
+    assert {node["name"] for node in whole["settings"]["nodes"]} == {
+        "prefill-0",
+        "decode-base",
+        "decode-full",
+        "decode-upper",
+    }
     assert [(point["repeat"], point["arm"]) for point in whole["points"]] == [
         (0, "sharing"),
         (0, "own"),
@@ -205,6 +213,43 @@ async def test_a_busy_cluster_is_not_measured(tmp_path: Path, capsys: pytest.Cap
         with pytest.raises(NodeUnavailable, match=r"not idle within 0\.3 s.*d0 1 running.*does somebody else use it"):
             await run(command_for(router.client_address, measure={"idle_s": 0.3}))
     assert not json_lines(capsys)
+
+
+async def test_a_router_too_busy_to_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_serving_sweep, "IDLE_POLL_S", 0.0)
+    answers = iter(
+        [NodeUnavailable("does not answer"), StatusReply("", "r", 1.0, 1, (), 0, {}), NodeUnavailable("not now")]
+    )
+    idle = StatusReply("", "r", 1.0, 0, (), 0, {})
+
+    class Busy:
+        async def status(self) -> StatusReply:
+            answer = next(answers, idle)
+            if isinstance(answer, NodeUnavailable):
+                raise answer
+            return answer
+
+    settings = options.sweep_settings(options.LoadOptions(), options.MeasureOptions())
+    sweep: Any = bench_serving_sweep.Sweep(Busy(), None, (), settings, None)  # type: ignore[arg-type]
+    assert await sweep._idle() is idle
+
+
+@pytest.mark.parametrize(
+    ("load", "orders", "idle"),
+    [
+        (NodeLoad(), 0, True),
+        (NodeLoad(running=1), 0, False),
+        (NodeLoad(waiting=1), 0, False),
+        (NodeLoad(), 1, False),
+    ],
+)
+@pytest.mark.parametrize("state", ["alive", "draining", "dead"])
+def test_idle_is_nothing_running_waiting_or_ordered(load: NodeLoad, orders: int, idle: bool, state: str) -> None:
+    node = NodeStatus("d", "decode", state, "one", (), load, 0, 0.0)
+    status = StatusReply("", "r", 1.0, 0, (node,), 0, {"orders_open": orders})
+    # what a dead node was doing will not end any more
+    assert bench_serving_sweep.is_idle(status) is (idle or (state == "dead" and not orders))
+    assert not bench_serving_sweep.is_idle(msgspec.structs.replace(status, running=1))
 
 
 async def test_points_before_a_failure_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -246,6 +246,7 @@ def test_the_interval_comes_from_repeats() -> None:
     assert found.high is not None
     assert found.low < found.value < found.high
     assert found == throughput_ratio(over, under, 300.0, 0)
+    assert throughput_ratio(over, under, 300.0, 0, resamples=0) == Ratio(found.value, found.bound)
 
 
 @given(st.lists(st.lists(times, min_size=1, max_size=6), min_size=1, max_size=4), st.data())
