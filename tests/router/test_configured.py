@@ -11,6 +11,7 @@ import pytest
 import yaml
 from mock_node import MockNode, choose_privately
 from profile_samples import sample_profile
+from structlog.testing import capture_logs
 from tiny_models import make_tiny, make_tiny_lora, make_tiny_tokenizer
 
 from kvkin.configs.families import ResolvedCluster, resolve_cluster
@@ -138,6 +139,26 @@ def test_a_profile_takes_the_place_of_the_configured_group(resolved: ResolvedClu
     assert [(pair.sender, pair.receiver) for pair in profiled] == [("base", "lora")]
     assert profiled[0].groups == (PairGroup(None, 0.2), PairGroup((2, 3), 0.02), PairGroup((0, 3), 0.0))
     assert profiled[0].why == str(tmp_path / "base-lora.json")
+
+
+async def test_a_router_with_a_profile_that_is_no_good_starts_and_says_so(
+    resolved: ResolvedCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.json").write_text("{")
+    family = msgspec.structs.replace(resolved.config.families["tiny"], profiles=(str(tmp_path / "broken.json"), "none"))
+    config = msgspec.structs.replace(resolved.config, families={"tiny": family})
+    settings = msgspec.structs.replace(
+        settings_from(resolve_cluster(config), "router-0"),
+        client_address="tcp://127.0.0.1:0",
+        node_address="tcp://127.0.0.1:0",
+    )
+    with capture_logs() as logs:
+        async with RouterNode(settings, choose=choose_privately):
+            pass
+    problems = [entry["problem"] for entry in logs if entry["event"] == "profile"]
+    assert len(problems) == 2
+    assert "broken.json is refused: not JSON" in problems[0]
+    assert "none is refused: no such file" in problems[1]
 
 
 def test_unprofiled_pairs_are_told_of_too(resolved: ResolvedCluster) -> None:
