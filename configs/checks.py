@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator
+from pathlib import Path
 
 from kvkin.configs.convert import child_key, suggest
 from kvkin.configs.schema import ClusterConfig, FamilyConfig, NodeConfig, RouterNode, TimeoutsConfig
 from kvkin.kv.errors import ConfigError
 
+RDMA_DEVICES = Path("/sys/class/infiniband")
+"""One entry an RDMA device of this host (Linux)."""
 _WILDCARDS = ("0.0.0.0", "::", "*")
 
 
@@ -35,6 +38,15 @@ def cluster_warnings(config: ClusterConfig) -> list[str]:
     warnings = []
     served = {model for node in config.decode_nodes.values() for model in node.models}
     prefilled = {config.family_of(model) for node in config.prefill_nodes.values() for model in node.models}
+    warnings += _wire_warnings(config)
+    for name, prefill in config.prefill_nodes.items():
+        family_name = config.family_of(prefill.models[0])
+        base = "" if family_name is None else config.families[family_name].base
+        if base and base not in prefill.models:
+            key = f"{child_key('nodes', name)}.models"
+            warnings.append(
+                f"{key}: lacks {base}, the family's base, which is all that prefill nodes are ordered to compute"
+            )
     for name, family in config.families.items():
         for model in family.models:
             if model not in served:
@@ -51,6 +63,19 @@ def cluster_warnings(config: ClusterConfig) -> list[str]:
             if any(_covers(earlier, pair) for earlier in pairs[:index])
         ]
     return warnings
+
+
+def _wire_warnings(config: ClusterConfig) -> list[str]:
+    """``ucx`` between hosts needs RDMA; whether this host has it says the kernel, of the others nothing is known."""
+    workers = {
+        node.host for node in (config.prefill_nodes | config.decode_nodes).values() if not is_loopback(node.host)
+    }
+    if config.transport.backend != "ucx" or len(workers) < 2 or any(RDMA_DEVICES.glob("*")):
+        return []
+    return [
+        "transport.backend: ucx between hosts needs RDMA (InfiniBand or RoCE), and this host has no such device; "
+        "pairs of hosts without it refuse to pull from each other: tcp serves them"
+    ]
 
 
 def _covers(earlier: tuple[str, str], later: tuple[str, str]) -> bool:

@@ -6,12 +6,13 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from kvkin.configs import schema
+from kvkin.configs import checks, schema
 from kvkin.configs.convert import format_size, parse_size
 from kvkin.configs.loader import cluster_warnings, load_cluster, parse_cluster, show_cluster
 from kvkin.kv.errors import ConfigError
@@ -244,7 +245,9 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", sorted(CLUSTERS.glob("*.yaml")), ids=lambda path: path.name)
-def test_shipped_clusters_are_good(file: Path) -> None:
+def test_shipped_clusters_are_good(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mlx5_0").touch()  # they are for hosts with RDMA
+    monkeypatch.setattr(checks, "RDMA_DEVICES", tmp_path)
     config = load_cluster(file)
     assert cluster_warnings(config) == []
     assert parse_cluster(show_cluster(config), "shown") == config
@@ -330,3 +333,25 @@ def test_show_loads_back_to_an_equal_tree(config: schema.ClusterConfig) -> None:
 def test_sizes_round_trip(num_bytes: int) -> None:
     shown = format_size(num_bytes)
     assert (shown if isinstance(shown, int) else parse_size(shown)) == num_bytes
+
+
+def test_ucx_between_hosts_without_rdma_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_cluster(CLUSTERS / "two-hosts.yaml")
+    monkeypatch.setattr(checks, "RDMA_DEVICES", tmp_path)
+    (warning,) = cluster_warnings(config)
+    assert warning.startswith("transport.backend: ucx between hosts needs RDMA")
+    assert "tcp" in warning
+    (tmp_path / "mlx5_0").touch()
+    assert cluster_warnings(config) == []
+    local = load_cluster(CLUSTERS / "local.yaml")
+    (tmp_path / "mlx5_0").unlink()
+    assert cluster_warnings(local) == [], "shared memory serves one host"
+    tcp = msgspec.structs.replace(config, transport=msgspec.structs.replace(config.transport, backend="tcp"))
+    assert cluster_warnings(tcp) == []
+
+
+def test_prefill_node_without_the_base_is_warned_of() -> None:
+    config = load_cluster(CLUSTERS / "local.yaml")
+    lacking = msgspec.structs.replace(config.nodes["prefill-0"], models=("smollm2-135m-qa",))
+    (warning,) = cluster_warnings(msgspec.structs.replace(config, nodes=config.nodes | {"prefill-0": lacking}))
+    assert warning.startswith("nodes.prefill-0.models: lacks smollm2-135m-instruct")
