@@ -73,8 +73,10 @@ def _wire_warnings(config: ClusterConfig) -> list[str]:
     if config.transport.backend != "ucx" or len(workers) < 2 or any(RDMA_DEVICES.glob("*")):
         return []
     return [
-        "transport.backend: ucx between hosts needs RDMA (InfiniBand or RoCE), and this host has no such device; "
-        "pairs of hosts without it refuse to pull from each other: tcp serves them"
+        (
+            "transport.backend: ucx between hosts needs RDMA (InfiniBand or RoCE), and this host has no such device; "
+            "pairs of hosts without it refuse to pull from each other: tcp serves them"
+        )
     ]
 
 
