@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -104,15 +104,18 @@ class Agents:
                 known = sorted({each for node in config.decode_nodes.values() for each in node.models})
                 raise ConfigError(option, f"no decode node serves {model}", ", ".join(known))
         families = {config.family_of(model) for model in models}
-        if len(families) > 1:
-            raise ConfigError("--tester", f"{self.tester} and {self.coder} are of different families", "one family")
+        self._check_families(families)
         prefill = [name for name, node in config.prefill_nodes.items() if config.family_of(node.models[0]) in families]
         return [*config.routers, *prefill, *served]
+
+    def _check_families(self, families: Collection[str | None]) -> None:
+        if len(set(families)) > 1:
+            raise ConfigError("--tester", f"{self.tester} and {self.coder} are of different families", "one family")
 
     async def _on_own(self, config: ClusterConfig, played: Script) -> int:
         folder = config.state_path / "agents"
         file = folder / "cluster.yaml"
-        _write(file, show_cluster(config))
+        _write(file, show_cluster(config), "state_dir")
         names = self.nodes(config)
         console = _console()
         console.print(f"starting {', '.join(names)}; logs in {folder / 'logs'}", soft_wrap=True)
@@ -127,11 +130,12 @@ class Agents:
 
     async def _on_running(self, address: str, played: Script) -> int:
         async with AsyncClient(address) as client:
-            served = {entry.name: entry.nodes for entry in await client.models()}
+            families = {entry.name: entry.family for entry in await client.models() if entry.nodes}
             for option, model in (("--coder", self.coder), ("--tester", self.tester)):
-                if not served.get(model):
-                    known = ", ".join(sorted(name for name, nodes in served.items() if nodes))
+                if model not in families:
+                    known = ", ".join(sorted(families))
                     raise ConfigError(option, f"the cluster at {address} does not serve {model} now", known)
+            self._check_families({families[self.coder], families[self.tester]})
             return await self.play(client, played, self.json or Path(".kvkin") / "agents.json", _console())
 
     async def play(self, client: AsyncClient, played: Script, out: Path, console: Console) -> int:
@@ -159,12 +163,12 @@ async def _finally_shown(player: Player, setting: dict[str, Any], out: Path, con
         raise
     finally:
         figures = report(player.turns, setting, player.stopped)
-        _write(out, json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
         if player.turns:
             console.print(table(player.turns))
             console.print(summary(figures["totals"]))
         if player.stopped:
             console.print(f"\nended early: {player.stopped}", style="bold red", markup=False)
+        _write(out, json.dumps(figures, indent=1, ensure_ascii=False) + "\n", "--json")
         console.print(f"\nreport: {out}", markup=False, soft_wrap=True)
 
 
@@ -173,7 +177,7 @@ def _console() -> Console:
     return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
 
 
-def _write(file: Path, text: str) -> None:
+def _write(file: Path, text: str, key: str) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")

@@ -521,7 +521,7 @@ def test_only_needed_nodes_are_started() -> None:
 def test_a_report_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"^--json: cannot write .*/file/report\.json"):
-        run._write(tmp_path / "file" / "report.json", "{}")
+        run._write(tmp_path / "file" / "report.json", "{}", "--json")
 
 
 def test_help_and_readme_name_the_same_options(capsys: pytest.CaptureFixture[str]) -> None:
