@@ -81,7 +81,7 @@ check: $(STAMP)
 
 clean:
 	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	rm -rf .kvkin/logs .kvkin/demo .kvkin/demo.json
+	rm -rf .kvkin/logs .kvkin/demo .kvkin/demo.json .kvkin/agents .kvkin/agents.json
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
