@@ -147,9 +147,7 @@ def _states(
     if arm.kind == "blend":
         assert arm.ratio is not None
         # as in CacheBlend's own implementation: the check layer's fresh KV is there for all tokens, so it is kept
-        return blend_states(
-            ops, context, sender, ratio=arm.ratio, check_layer=arm.check_layer, update_check_layer=True
-        )
+        return blend_states(ops, context, sender, ratio=arm.ratio, check_layer=arm.check_layer, update_check_layer=True)
     return group_states(ops, context, sender, arm.group), len(arm.group or ()) * len(context)
 
 
