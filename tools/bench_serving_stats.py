@@ -264,8 +264,7 @@ def crossing(curve: Mapping[float, float], objective_ms: float) -> Crossing:
         return Crossing(rates[0], "below")
     for slower, faster in itertools.pairwise(rates):
         if curve[faster] > objective_ms:
-            if math.isinf(curve[faster]):
-                return Crossing(slower, "at")
+            # towards a p95 without end the share is 0
             share = (objective_ms - curve[slower]) / (curve[faster] - curve[slower])
             return Crossing(slower + share * (faster - slower), "at")
     return Crossing(rates[-1], "above")
