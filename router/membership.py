@@ -7,8 +7,9 @@ configured name; a restart is a new incarnation under the same name.
 from __future__ import annotations
 
 import enum
+import statistics
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 
@@ -161,12 +162,32 @@ class Membership:
         return member if member is not None and member.state is not NodeState.DEAD else None
 
     def views(self, now: float, excluded: Collection[tuple[str, str]] = ()) -> dict[str, NodeView]:
-        """All nodes as the policy sees them; ``excluded`` (node, incarnation) pairs are as good as dead."""
+        """All nodes as the policy sees them; ``excluded`` (node, incarnation) pairs are as good as dead.
+
+        A node that has not measured itself yet is taken for as fast as the median of its family's nodes that have.
+        """
         half_life_s = self._settings.load_half_life_s
-        return {
+        views = {
             name: member.view(now, half_life_s, (name, member.incarnation) not in excluded)
             for name, member in self._members.items()
         }
+        for view in [view for view in views.values() if not view.rates.prefill_layer_tokens_per_s]:
+            rate = self._measured(view, views.values())
+            if rate:
+                rates = msgspec.structs.replace(view.rates, prefill_layer_tokens_per_s=rate)
+                views[view.name] = msgspec.structs.replace(view, rates=rates)
+        return views
+
+    def _measured(self, like: NodeView, views: Iterable[NodeView]) -> float:
+        """Median prefill rate of the measured nodes of a node's family; 0 if there is none."""
+        family = self._family_of(like)
+        rates = [view.rates.prefill_layer_tokens_per_s for view in views if self._family_of(view) == family]
+        found = [rate for rate in rates if rate > 0.0]
+        return statistics.median_high(found) if found else 0.0
+
+    def _family_of(self, view: NodeView) -> str:
+        """A node's models are all of one family."""
+        return self._settings.models[view.models[0]].family if view.models else ""
 
     def serving(self, model: str) -> tuple[str, ...]:
         """Names of the live decode nodes that answer for ``model``."""

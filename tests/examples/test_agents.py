@@ -422,7 +422,15 @@ def test_ctrl_c_stops_the_cluster_and_keeps_what_was_played(tmp_path: Path) -> N
                 child.wait(0.05)
         nodes = psutil.Process(child.pid).children(recursive=True)
         assert len(nodes) == 4
-        child.send_signal(signal.SIGINT)
+        # a tiny family plays all rounds within a second: nobody answers before Ctrl-C is there
+        for node in nodes:
+            node.suspend()
+        try:
+            assert child.poll() is None
+            child.send_signal(signal.SIGINT)
+        finally:
+            for node in nodes:
+                node.resume()
         try:
             assert child.wait(60) == EXIT_INTERRUPTED, log.read_text()
         finally:

@@ -160,13 +160,14 @@ async def test_cancel_in_each_phase_frees_everything(
         node = await stack.enter_async_context(running("decode", "decode-tune", [tune], router, max_running=2))
         await router.order("prefill-0", "order", "base", TOKENS)
         plan = partial_plan(pulled(base, "prefill-0"), CONTEXT, len(TOKENS), 1, 3)
-        expected = await router.execute("decode-tune", "alone", "tune", TOKENS, plan, publish=False, max_tokens=40)
+        expected = await router.execute("decode-tune", "alone", "tune", TOKENS, plan, publish=False, max_tokens=200)
 
         node.runtime.transport.hold(3)
         await router.start("decode-tune", "pulling", "tune", TOKENS, plan)
         await node.runtime.transport.holding.wait()
         node.runtime.transport.held_layer = None  # only the first one is held
-        await router.start("decode-tune", "other", "tune", TOKENS, plan, publish=False, max_tokens=40)
+        # long enough to be there while the next one waits, in a heartbeat, on the fastest machine
+        await router.start("decode-tune", "other", "tune", TOKENS, plan, publish=False, max_tokens=200)
         await router.start("decode-tune", "queued", "tune", TOKENS, plan)
         await router.until(lambda: router.load("decode-tune").waiting == 1)
         for name in ("queued", "pulling"):

@@ -187,6 +187,16 @@ def test_excluded_incarnations_are_as_good_as_dead(members: Membership) -> None:
     assert members.views(0.0, {("d0", "two"), ("d1", "one")})["d0"].usable
 
 
+def test_a_node_that_was_never_measured_is_as_fast_as_its_family(members: Membership) -> None:
+    join(members)
+    join(members, peer=b"other", node="d1")
+    assert [view.rates.prefill_layer_tokens_per_s for view in members.views(0.0).values()] == [0.0, 0.0]
+    members.heartbeat(b"other", Heartbeat("one", NodeLoad(prefill_layer_tokens_per_s=5e4)), 1.0)
+    assert [view.rates.prefill_layer_tokens_per_s for view in members.views(1.0).values()] == [5e4, 5e4]
+    members.heartbeat(PEER, Heartbeat("one", NodeLoad(prefill_layer_tokens_per_s=100.0)), 1.0)
+    assert [view.rates.prefill_layer_tokens_per_s for view in members.views(1.0).values()] == [100.0, 5e4]
+
+
 def test_load_decays_and_counts_what_was_just_sent(members: Membership) -> None:
     join(members)
     load = NodeLoad(queued_tokens=1000, leases=4, prefill_layer_tokens_per_s=7.0, pull_bytes_per_s=9.0)

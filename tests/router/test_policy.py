@@ -98,9 +98,12 @@ def check(asked: PolicyRequest, decision: Decision, cluster: ClusterView) -> Non
     assert [one.chosen for one in decision.considered] == [True] + [False] * (len(decision.considered) - 1)
     ours = decision.considered[0]
     assert (ours.node, ours.loss, ours.ttft_s) == (decision.node, decision.loss, decision.estimate.ttft_s)
-    if asked.slo_s is not None and ours.ttft_s <= asked.slo_s:
+    target_s = (
+        None if asked.slo_s is None else min(asked.slo_s, math.inf if asked.deadline_s is None else asked.deadline_s)
+    )
+    if target_s is not None and ours.ttft_s <= target_s:
         # nothing that was weighed keeps the target with less loss
-        assert not any(one.ttft_s <= asked.slo_s and one.loss < ours.loss for one in decision.considered)
+        assert not any(one.ttft_s <= target_s and one.loss < ours.loss for one in decision.considered)
 
 
 # --- plain situations ---------------------------------------------------------------------------------------------------
