@@ -1,7 +1,8 @@
 """``python -m kvkin.tools.docs_evaluation``: writes the tables of docs/evaluation.md from the results beside it.
 
-A result is the JSON of ``kvkin evaluate`` in docs/evaluation/NAME.json, or a profile in profiles/NAME.json. Its table goes between
-``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``, and nothing else is touched: no figure is typed in by hand. A test compares.
+``evaluation/NAME`` is the JSON of ``kvkin evaluate`` in docs/evaluation/NAME.json, ``serving/NAME`` that of ``kvkin bench serving`` there,
+``profile/NAME`` a profile in profiles/NAME.json. The table goes between ``<!-- KIND/NAME: begin -->`` and ``<!-- KIND/NAME: end -->``,
+and nothing else is touched: no figure is typed in by hand. A test compares.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from kvkin.configs.profiles import read_profile
 from kvkin.tools.evaluate_report import ARM_HEAD, EQUAL_HEAD, arm_rows, equal_rows
 from kvkin.tools.profile_report import HEAD, rows, verdict
+from kvkin.tools.report_view import bytes_text
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "evaluation.md"
@@ -33,7 +35,7 @@ def names(text: str) -> list[str]:
 
 def _body(name: str) -> str:
     kind, _, stem = name.partition("/")
-    shown: dict[str, Callable[[str], str]] = {"evaluation": _evaluation, "profile": _profile}
+    shown: dict[str, Callable[[str], str]] = {"evaluation": _evaluation, "profile": _profile, "serving": _serving}
     return shown[kind](stem)
 
 
@@ -60,6 +62,59 @@ def _profile(stem: str) -> str:
         f"contexts of {data.context_tokens.min} to {data.context_tokens.max} tokens. {verdict(profile)}\n\n"
     )
     return head + _table(HEAD, rows(profile, frontier_only=True))
+
+
+SERVING_HEAD = (
+    "requests/s",
+    "arm",
+    "finished",
+    "first token p50",
+    "p95",
+    "kept the target, per s",
+    "prompt tokens reused",
+    "pulled",
+)
+
+
+def _serving(stem: str) -> str:
+    result: dict[str, Any] = json.loads((DOCUMENT.parent / "evaluation" / f"{stem}.json").read_text(encoding="utf-8"))
+    settings, summary = result["settings"], result["summary"]
+    body = [
+        [
+            f"{point['rate']:g}",
+            arm,
+            f"{point['finished']} of {point['requests']}",
+            f"{point['ttft_p50_ms']:,.0f} ms",
+            f"{point['ttft_p95_ms']:,.0f} ms",
+            f"{point['goodput_per_s']:.2f}",
+            f"{point['reused_share']:.0%}",
+            bytes_text(point["bytes_pulled"]),
+        ]
+        for points in zip(*(each["curve"] for each in summary["arms"].values()), strict=True)
+        for arm, point in zip(summary["arms"], points, strict=True)
+    ]
+    agents = settings["agents"]
+    head = (
+        f"{agents['sessions']} sessions a point of {agents['session_turns']} turns that take turns over {len(settings['models'])} models, contexts of "
+        f"{agents['context_tokens']} tokens and {agents['new_tokens']} more a turn, {agents['output_tokens']} tokens answered, "
+        f"{settings['repeats']} repeat(s), target for the first token {settings['slo_ttft_s']:g} s, `reuse: {settings['reuse']}` in the "
+        f"arm with sharing; {len(settings['nodes'])} nodes.\n\n"
+    )
+    text = head + _table(SERVING_HEAD, body)
+    for arm, each in summary["arms"].items():
+        found = each["throughput_at_p95_ttft"]
+        text += f"\n- {arm}: p95 of the first token within the target {_reach(found)}"
+    return text + "\n"
+
+
+def _reach(found: dict[str, Any]) -> str:
+    """Up to which rate a p95 kept the target: between two measured rates, or beyond what was measured."""
+    words = {
+        "at": "up to {:.2f} requests/s",
+        "above": "at all rates up to {:.2f} requests/s",
+        "below": "not even at {:.2f} requests/s",
+    }
+    return words[found["bound"]].format(found["rate"])
 
 
 def _table(head: tuple[str, ...], body: list[list[str]]) -> str:
