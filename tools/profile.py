@@ -1,9 +1,10 @@
 """``kvkin profile``: measure what a receiver loses when it reuses a sender's KV, and which layers to recompute (DroidSpeak, section 4).
 
-Two stages over the same cases. *Search*: one forward of the sender, one of the receiver, and one pass from every start layer;
+Two stages. *Search*, on a part of the cases: one forward of the sender, one of the receiver, and one pass from every start layer;
 that gives the divergence of all groups and the sensitivity of all layers (O(L^2) layer passes a case, ``engines/lattice.py``).
-*Answers*: for the groups that may lie on the frontier the receiver answers, and the answers are scored. Both stages append to a
-log under the state directory, so that Ctrl-C loses one case at most and the same command goes on.
+*Answers*, on all cases: for the groups that may lie on the frontier the receiver answers, and the answers are scored. A divergence is an
+average over every answer token's distribution, a score is one figure an answer, so answers need more cases than the search does.
+Both stages append to a log under the state directory: Ctrl-C loses one case at most and the same command goes on.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 EXIT_INTERRUPTED = 130
 TIMED_REPEATS = 3
+ANSWERS_A_SEARCH = 4
 RECORDED = "recorded"  # folder under the state directory
 
 
@@ -61,7 +63,10 @@ class Profile:
     """Cluster file that names the family."""
 
     samples: int = 50
-    """Cases to measure."""
+    """Cases on which all groups are searched."""
+
+    answer_samples: int = 0
+    """Cases on which answers are scored, those of the search among them; 0: four times as many (or all that the data has)."""
 
     group_size: int = 2
     """Groups start and stop at every so many layers: 1 looks at all of them, 3 takes a ninth of the time."""
@@ -106,7 +111,8 @@ class Profile:
         log = CaseLog(config.state_path / "profiles" / f"{work_name}.jsonl", self._fingerprint(family, data, metric))
         if log.done:
             say(
-                f"going on: {len(log.records('search'))} and {len(log.records('answers'))} of {len(cases)} cases are measured"
+                f"going on: {len(log.records('search'))} of {min(self.samples, len(cases))} cases are searched, "
+                f"{len(log.records('answers'))} of {len(cases)} answered"
             )
         try:
             profile, extra = self._measure(family, cases, metric, data, log, starts, stops, say)
@@ -127,6 +133,10 @@ class Profile:
         for key, value in (("samples", self.samples), ("group_size", self.group_size)):
             if value < 1:
                 raise ConfigError(key, f"{value} is too small", "1 or more")
+        if self.answer_samples and self.answer_samples < self.samples:
+            raise ConfigError(
+                "answer_samples", f"{self.answer_samples} is too small", f"{self.samples} (samples) or more"
+            )
         if not 0 <= self.max_loss < 1:
             raise ConfigError("max_loss", f"{self.max_loss}", "0 up to 1, such as 0.05")
         if self.context_tokens < 0 or self.threads < 0:
@@ -152,7 +162,7 @@ class Profile:
         cases = make_cases(
             examples.of_split(split),
             tokenizer,
-            count=self.samples,
+            count=self.answer_samples or ANSWERS_A_SEARCH * self.samples,
             seed=self.seed,
             block_size=family.layout.block_size,
             context_tokens=self.context_tokens,
@@ -193,16 +203,14 @@ class Profile:
         pair: Pair = load_pair(family, self.sender, self.receiver)
         works = [CaseWork(pair, case, metric) for case in cases]
         began = time.monotonic()
-        self._stage("search", works, log, say, lambda work: work.search(starts, stops))
+        self._stage("search", works[: self.samples], log, say, lambda work: work.search(starts, stops))
         search = log.records("search")
         num_layers = family.layout.num_layers
         groups = select(divergences(search), num_layers, family.transition_layers)
         if self.exhaustive:
             groups = all_groups(starts, stops, num_layers)
         say(f"answers under {len(groups)} of {len(all_groups(starts, stops, num_layers))} groups")
-        self._stage(
-            "answers", works, log, say, lambda work: work.answers(groups, search[work.case.id]["answer_ids"]), groups
-        )
+        self._stage("answers", works, log, say, lambda work: work.answers(groups, search.get(work.case.id)), groups)
         middle = sorted(works, key=lambda work: len(work.case.context_ids))[len(works) // 2]
         seconds = middle.recompute_seconds(groups, TIMED_REPEATS)
         profile = build_profile(
@@ -250,7 +258,7 @@ class Profile:
             eta.step()
 
     def _settings(self) -> dict[str, str | int | float | bool | None]:
-        kept = ("samples", "context_tokens", "exhaustive", "refresh", "seed")
+        kept = ("samples", "answer_samples", "context_tokens", "exhaustive", "refresh", "seed")
         return {key: value for key, value in asdict(self).items() if key in kept}
 
 

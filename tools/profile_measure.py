@@ -7,7 +7,7 @@ O(L^2) layer passes over the context (``engines/lattice.py``), answers of all gr
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rapidfuzz.distance import Levenshtein
@@ -37,13 +37,12 @@ class CaseWork:
         self.chunk_tokens = pair.family.config.chunk_tokens
 
     def search(self, starts: Sequence[int], stops: Sequence[int]) -> dict[str, Any]:
-        """Divergence of every group of the grid, sensitivity of every layer, and the scores of the two models by themselves."""
+        """Divergence of every group of the grid, sensitivity of every layer, and what the two models answer by themselves."""
         pair, case = self.pair, self.case
         sender = full_states(pair.sender, case.context_ids, keep_hidden=True, chunk_tokens=self.chunk_tokens)
         receiver = full_states(pair.receiver, case.context_ids, chunk_tokens=self.chunk_tokens)
-        full = self._outcome(pair.receiver, [receiver])[0]
-        sender_alone = self._outcome(pair.sender, [sender])[0]
-        forced = (full or [min(pair.eos, default=0)])[:FORCED_TOKENS]
+        alone = self._alone(sender, receiver)
+        forced = (alone["answer_ids"] or [min(pair.eos, default=0)])[:FORCED_TOKENS]
         reference = forced_logits(pair.receiver, [receiver], case.suffix_ids, forced)[0]
         groups = group_divergences(
             pair.receiver, case.context_ids, sender, case.suffix_ids, forced, starts, stops, reference
@@ -51,11 +50,7 @@ class CaseWork:
         layers = layer_divergences(
             pair.receiver, case.context_ids, sender, receiver, case.suffix_ids, forced, reference
         )
-        return {
-            "tokens": len(case.context_ids),
-            "answer_ids": full,
-            "full": self._score(pair.receiver, receiver, full, full),
-            "sender": self._score(pair.sender, sender, sender_alone, full),
+        return alone | {
             # a group of all layers is the full prefill
             "divergences": {
                 name(group): value
@@ -65,16 +60,35 @@ class CaseWork:
             "sensitivity": layers,
         }
 
-    def answers(self, groups: Sequence[Group], full: Sequence[int]) -> dict[str, Any]:
-        """Score of the receiver's answer under each group, and how much of it is the full prefill's answer (``full``)."""
+    def answers(self, groups: Sequence[Group], searched: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Score of the receiver's answer under each group, and how much of it is the full prefill's answer.
+
+        ``searched`` is the case's record of the search, if it was searched: what the models answer by themselves stands there.
+        """
         pair, case = self.pair, self.case
         sender = full_states(pair.sender, case.context_ids, keep_hidden=True, chunk_tokens=self.chunk_tokens)
+        if searched is None:
+            alone = self._alone(sender, full_states(pair.receiver, case.context_ids, chunk_tokens=self.chunk_tokens))
+        else:
+            alone = {key: searched[key] for key in ("tokens", "answer_ids", "full", "sender")}
+        full = alone["answer_ids"]
         states = states_of_groups(pair.receiver, case.context_ids, sender, groups)
         outcomes = self._outcome(pair.receiver, states)
         found = list(zip(map(name, groups), states, outcomes, strict=True))
-        return {
+        return alone | {
             "scores": {key: self._score(pair.receiver, state, ids, full) for key, state, ids in found},
             "agreement": {key: agreeing(ids, full) for key, _, ids in found},
+        }
+
+    def _alone(self, sender: ContextStates, receiver: ContextStates) -> dict[str, Any]:
+        """The full prefill's answer and score, and the score of the sender by itself."""
+        full = self._outcome(self.pair.receiver, [receiver])[0]
+        sender_alone = self._outcome(self.pair.sender, [sender])[0]
+        return {
+            "tokens": len(self.case.context_ids),
+            "answer_ids": full,
+            "full": self._score(self.pair.receiver, receiver, full, full),
+            "sender": self._score(self.pair.sender, sender, sender_alone, full),
         }
 
     def recompute_seconds(self, groups: Sequence[Group], repeats: int) -> dict[str, float]:

@@ -56,21 +56,21 @@ def build_profile(
     versions: Mapping[str, str],
     seed: int,
 ) -> Profile:
-    """The profile of a pair. ``search`` and ``answers`` hold the same cases; ``seconds`` the recompute time by group.
+    """The profile of a pair. ``answers`` hold all cases, ``search`` some of them; ``seconds`` the recompute time by group.
 
     Raises ConfigError if the receiver's full prefill scores nothing at all: there is no quality to lose then.
     """
-    full = [record["full"] for record in search.values()]
+    full = [record["full"] for record in answers.values()]
     if sum(full) <= 0:
         raise ConfigError("metric", f"{receiver.name} scores 0 on all {len(full)} cases", "data that it is good at")
-    cases = list(search)
     scores: dict[Group, list[float]] = {}
     agreement: dict[Group, list[float]] = {}
-    for case in cases:
-        for key, value in answers[case]["scores"].items():
-            scores.setdefault(parse(key), []).append(value)
-        for key, value in answers[case]["agreement"].items():
-            agreement.setdefault(parse(key), []).append(value)
+    # a run that was stopped and went on with other groups has cases that know more of them than others do
+    common = set.intersection(*(set(record["scores"]) for record in answers.values()))
+    for record in answers.values():
+        for key in common:
+            scores.setdefault(parse(key), []).append(record["scores"][key])
+            agreement.setdefault(parse(key), []).append(record["agreement"][key])
     measured = [
         MeasuredGroup(
             group=None if group is None else (group.start, group.stop),
@@ -85,7 +85,7 @@ def build_profile(
     best = choose(points, max_loss)
     none = next(one for one in measured if one.group is None)
     assert none.quality is not None, "full reuse is always measured"
-    tokens = [record["tokens"] for record in search.values()]
+    tokens = [record["tokens"] for record in answers.values()]
     return Profile(
         sender=sender,
         receiver=receiver,
@@ -94,7 +94,7 @@ def build_profile(
             name=data_name,
             digest=data_digest,
             split=split,
-            samples=len(cases),
+            samples=len(answers),
             context_tokens=TokenStats(
                 min=min(tokens), p50=int(np.median(tokens)), mean=float(np.mean(tokens)), max=max(tokens)
             ),
@@ -103,7 +103,7 @@ def build_profile(
         max_loss=max_loss,
         scores=Scores(
             full=_score(bootstrap_mean(full, seed=seed)),
-            sender=_score(bootstrap_mean([record["sender"] for record in search.values()], seed=seed)),
+            sender=_score(bootstrap_mean([record["sender"] for record in answers.values()], seed=seed)),
             full_reuse=_score(bootstrap_mean(scores[None], seed=seed)),
         ),
         full_reuse_is_fine=none.quality.loss <= max_loss,

@@ -17,7 +17,7 @@ from kvkin.kv.plan import LayerGroup
 
 Group = LayerGroup | None  # None: full reuse, nothing is recomputed
 
-PER_SIZE = 2  # least divergent groups of each number of layers
+PER_SIZE = 1  # least divergent groups of each number of layers: of many noisy scores the best one is the luckiest
 EDGE_SHARES = (0.2, 0.35, 0.5)  # sizes, as shares of the layers, at which groups at either end are always measured
 LARGEST_SHARE = 0.6  # of the layers; beyond it a group saves too little to be worth an answer
 

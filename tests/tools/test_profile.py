@@ -63,7 +63,9 @@ def test_a_profile_that_the_router_accepts(cluster: Path, data: Path, tmp_path: 
     profile = read_profile(tmp_path / profile_name(BASE, FULL))
     assert check_profile(profile, resolve_family(load_cluster(cluster), "tiny")) == ""
     assert profile.metric == "loss"
-    assert profile.data.samples == 4
+    assert profile.data.samples == 5, "answers are scored on all that the data has"
+    assert {one.divergence.n for one in profile.groups if one.divergence is not None} == {4}
+    assert {one.quality.n for one in profile.groups if one.quality is not None} == {5}
     assert len(profile.groups) == LAYERS * (LAYERS + 1) // 2, "full reuse, and every group but the full prefill"
     assert [one.layer for one in profile.sensitivity] == list(range(LAYERS))
     by_group = {one.group: one for one in profile.groups}
@@ -140,7 +142,7 @@ def test_it_goes_on_after_ctrl_c(cluster: Path, data: Path, tmp_path: Path, monk
     monkeypatch.setattr(profile_measure.CaseWork, "search", counted)
     capsys.readouterr()
     assert run(cluster, data, tmp_path / "parts", "--group-size", "3", "--max-loss", "0.04") == 0
-    assert "going on: 2 and 0 of 4 cases" in capsys.readouterr().err
+    assert "going on: 2 of 4 cases are searched, 0 of 5 answered" in capsys.readouterr().err
     assert len(searched_later) == 2
     assert not set(searched) & set(searched_later)
     name = profile_name(BASE, FULL)
@@ -169,6 +171,7 @@ def test_exhaustive_search_measures_all_and_chooses_alike(cluster: Path, data: P
         (["--sender", FULL, "--receiver", FULL], "receiver: tiny-full is the sender too"),
         (["--sender", BASE, "--receiver", FULL, "--samples", "0"], "samples: 0 is too small"),
         (["--sender", BASE, "--receiver", FULL, "--group-size", "0"], "group_size: 0 is too small"),
+        (["--sender", BASE, "--receiver", FULL, "--answer-samples", "9"], "answer_samples: 9 is too small"),
         (["--sender", BASE, "--receiver", FULL, "--max-loss", "1.5"], "max_loss: 1.5"),
         (["--sender", BASE, "--receiver", FULL, "--metric", "bleu"], "no metric 'bleu'.*f1"),
         (["--sender", BASE, "--receiver", FULL, "--refresh"], "data: given together with refresh"),
