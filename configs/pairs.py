@@ -135,12 +135,14 @@ class _Loader:
         kept: list[tuple[ProfiledPair, tuple[Pair, ...]]] = []
         for found, pairs in self._valid:
             pair = found.profile.pair
-            if pair in by_name:
+            # a name counts for those alone that hold for the models of that name: the models may have changed since
+            if pair in by_name and pair in pairs:
                 reason = f"{by_name[pair].path} is a profile of the same pair"
                 self.refused.append(RefusedProfile(found.path, pair, reason))
-            else:
+                continue
+            if pair in pairs:
                 by_name[pair] = found
-                kept.append((found, pairs))
+            kept.append((found, pairs))
         used = {pair: found for found, pairs in kept for pair in pairs if pair == found.profile.pair}
         for found, pairs in kept:
             for pair in pairs:

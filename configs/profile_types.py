@@ -17,7 +17,7 @@ from kvkin.kv.plan import LayerGroup
 # Raised when a field changes its meaning; readers refuse other formats. New fields come with a default and keep it.
 FORMAT = 1
 
-Hex = Annotated[str, Meta(pattern="^[0-9a-f]+$", max_length=128)]
+Hex = Annotated[str, Meta(pattern=r"^[0-9a-f]+\Z", max_length=128)]
 Whole = Annotated[int, Meta(ge=0, le=2**53)]
 Layer = Annotated[int, Meta(ge=0, le=10_000)]
 Share = Annotated[float, Meta(ge=0, le=1)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -96,9 +97,12 @@ def read_profile(path: Path) -> Profile:
 def profile_data(path: Path) -> bytes:
     """The bytes of a profile's file. Raises ConfigError if they cannot be read."""
     try:
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise ConfigError(str(path), f"{size} bytes are no profile", f"at most {MAX_FILE_BYTES} bytes")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+            # reading a pipe would wait for somebody to write
+            raise ConfigError(str(path), "is no regular file", "a file that kvkin profile wrote")
+        if found.st_size > MAX_FILE_BYTES:
+            raise ConfigError(str(path), f"{found.st_size} bytes are no profile", f"at most {MAX_FILE_BYTES} bytes")
         return path.read_bytes()
     except FileNotFoundError:
         raise ConfigError(str(path), "no such file", "a file that kvkin profile wrote") from None
@@ -118,7 +122,7 @@ def parse_profile(data: bytes, source: str) -> Profile:
         problem, _, where = str(error).partition(" - at `")
         key = where.rstrip("`").removeprefix("$").removeprefix(".")
         raise ConfigError(f"{source}: {key}" if key else source, problem, "what kvkin profile writes") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(source, f"not JSON: {error}", "a file that kvkin profile wrote") from None
     for key, problem, allowed in _contradictions(profile):
         raise ConfigError(f"{source}: {key}", problem, allowed)

@@ -27,6 +27,7 @@ from kvkin.transport.node_messages import DriftCheck, DriftSample, DriftSource
 
 # A sample names the models of one plan.
 MAX_SOURCES = 64
+MAX_DIVERGENCE = 100.0  # nats; nodes clip at less, and far larger figures would make estimates infinite
 
 
 class _Watched:
@@ -85,7 +86,11 @@ class DriftWatch:
     def problem(self, sample: DriftSample) -> str:
         """Why a node's sample cannot be true; empty if it can."""
         figures = (sample.agreement, sample.divergence)
-        if not all(map(math.isfinite, figures)) or not 0 <= sample.agreement <= 1 or sample.divergence < 0:
+        if (
+            not all(map(math.isfinite, figures))
+            or not 0 <= sample.agreement <= 1
+            or not 0 <= sample.divergence <= MAX_DIVERGENCE
+        ):
             return f"agreement {sample.agreement}, divergence {sample.divergence}"
         if not 0 < len(sample.sources) <= MAX_SOURCES or sample.tokens < 1:
             return f"{len(sample.sources)} sources, {sample.tokens} tokens"

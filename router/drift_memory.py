@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,16 +23,31 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def read_memory(path: Path, clock: Callable[[], float] = time.time) -> tuple[SwitchedOff, ...]:
-    """What is remembered; nothing without the file. A file that cannot be read is logged and left alone until the next change."""
+    """What is remembered; nothing without the file. What cannot be read is logged and kept aside, entry by entry."""
+    entries: list[_Entry] = []
     try:
-        entries = msgspec.json.decode(path.read_bytes(), type=list[_Entry])
+        data = path.read_bytes()
+        for raw in msgspec.json.decode(data, type=list[msgspec.Raw]):
+            try:
+                entries.append(msgspec.json.decode(raw, type=_Entry))
+            except msgspec.DecodeError as error:
+                _keep_aside(path, data, error)
     except FileNotFoundError:
         return ()
-    except (OSError, msgspec.DecodeError) as error:
+    except msgspec.DecodeError as error:
+        _keep_aside(path, data, error)
+    except OSError as error:
         log.error("what was switched off for drift cannot be read", file=str(path), problem=str(error))
-        return ()
     now = clock()
     return tuple(msgspec.structs.replace(one.pair, off_s=max(0.0, now - one.since)) for one in entries)
+
+
+def _keep_aside(path: Path, data: bytes, error: Exception) -> None:
+    """The next change replaces the file: whoever wants to know what stood there finds it beside it."""
+    aside = path.with_name(f"{path.name}.unreadable")
+    log.error("what was switched off for drift cannot be read", file=str(path), kept=str(aside), problem=str(error))
+    with contextlib.suppress(OSError):
+        aside.write_bytes(data)
 
 
 def write_memory(path: Path, pairs: Sequence[SwitchedOff], clock: Callable[[], float] = time.time) -> None:

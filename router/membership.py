@@ -164,26 +164,32 @@ class Membership:
     def views(self, now: float, excluded: Collection[tuple[str, str]] = ()) -> dict[str, NodeView]:
         """All nodes as the policy sees them; ``excluded`` (node, incarnation) pairs are as good as dead.
 
-        A node that has not measured itself yet is taken for as fast as the median of its family's nodes that have.
+        A node that has not measured itself yet is taken for as fast as the median of those living ones of its family that have:
+        of its own role, if there are any.
         """
         half_life_s = self._settings.load_half_life_s
         views = {
             name: member.view(now, half_life_s, (name, member.incarnation) not in excluded)
             for name, member in self._members.items()
         }
-        for view in [view for view in views.values() if not view.rates.prefill_layer_tokens_per_s]:
-            rate = self._measured(view, views.values())
+        unmeasured = [view for view in views.values() if not view.rates.prefill_layer_tokens_per_s]
+        medians = self._medians(views.values()) if unmeasured else {}
+        for view in unmeasured:
+            family = self._family_of(view)
+            rate = medians.get((family, view.role)) or medians.get((family, ""))
             if rate:
                 rates = msgspec.structs.replace(view.rates, prefill_layer_tokens_per_s=rate)
                 views[view.name] = msgspec.structs.replace(view, rates=rates)
         return views
 
-    def _measured(self, like: NodeView, views: Iterable[NodeView]) -> float:
-        """Median prefill rate of the measured nodes of a node's family; 0 if there is none."""
-        family = self._family_of(like)
-        rates = [view.rates.prefill_layer_tokens_per_s for view in views if self._family_of(view) == family]
-        found = [rate for rate in rates if rate > 0.0]
-        return statistics.median_high(found) if found else 0.0
+    def _medians(self, views: Iterable[NodeView]) -> dict[tuple[str, str], float]:
+        """Median prefill rate of the measured living nodes by (family, role), and by (family, "") of both roles."""
+        found: dict[tuple[str, str], list[float]] = {}
+        for view in views:
+            if view.alive and view.rates.prefill_layer_tokens_per_s:
+                for role in (view.role, ""):
+                    found.setdefault((self._family_of(view), role), []).append(view.rates.prefill_layer_tokens_per_s)
+        return {key: statistics.median_high(rates) for key, rates in found.items()}
 
     def _family_of(self, view: NodeView) -> str:
         """A node's models are all of one family."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,31 @@ def test_the_first_profile_of_a_pair_counts(tmp_path: Path) -> None:
     found = load((str(second), str(first)))
     assert found.pairs["base", "qa"].path == second
     assert [(one.path, one.reason) for one in found.refused] == [(first, f"{second} is a profile of the same pair")]
+
+
+def test_a_profile_of_weights_that_moved_to_another_name_does_not_block_the_new_one(tmp_path: Path) -> None:
+    """The base was trained again, the old one is kept as base-old: its profile still names "base" and holds for base-old."""
+    new = lineage("base", changed=0, kv_too=True)
+    save(tmp_path, "base", "qa", "base-qa.2025.json")
+    write_profile(tmp_path / "base-qa.json", sample_profile("base", new, "qa", LINEAGES["qa"]))
+    found = load(str(tmp_path), LINEAGES | {"base": new, "base-old": LINEAGES["base"]})
+    assert found.refused == ()
+    assert found.pairs["base", "qa"].path.name == "base-qa.json"
+    assert found.pairs["base-old", "qa"].path.name == "base-qa.2025.json"
+
+
+def test_hostile_files_are_refused_at_once(tmp_path: Path) -> None:
+    good = save(tmp_path, "base", "qa")
+    (tmp_path / "nested.json").write_text("[" * 100_000)
+    (tmp_path / "deep.json").write_text('{"format": 1, "sender": ' + "[" * 100_000 + "}")
+    broken = good.read_text().replace(LINEAGES["base"].id.hex(), LINEAGES["base"].id.hex() + "\\n")
+    (tmp_path / "newline.json").write_text(broken)
+    os.mkfifo(tmp_path / "pipe")
+    names = ("nested.json", "deep.json", "newline.json", "pipe")
+    found = load((*(str(tmp_path / name) for name in names), str(good)))
+    assert [one.path.name for one in found.refused] == list(names)
+    assert found.refused[-1].reason == "is no regular file"
+    assert set(found.pairs) == {("base", "qa")}
 
 
 def test_the_same_weights_under_another_name_are_covered(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -254,6 +255,7 @@ def test_the_pairs_own_bound_comes_first() -> None:
     [
         {"agreement": 1.5},
         {"agreement": math.nan},
+        {"divergence": 1e200},
         {"divergence": -0.1},
         {"divergence": math.inf},
         {"tokens": 0},
@@ -517,9 +519,23 @@ def test_a_spoilt_file_costs_the_memory_only(tmp_path: Path, content: bytes) -> 
     assert file.read_bytes() == content
     write_memory(file, switched_off("base").records(1.0))
     assert len(read_memory(file)) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["router.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["router.json", "router.json.unreadable"]
+    assert file.with_name("router.json.unreadable").read_bytes() == content
 
 
 def test_a_file_that_cannot_be_written_costs_the_memory_only(tmp_path: Path) -> None:
     (tmp_path / "blocked").write_text("a file, no folder")
     write_memory(tmp_path / "blocked" / "router.json", switched_off("base").records(1.0))
+
+
+def test_one_damaged_entry_costs_no_other_and_is_kept_aside(tmp_path: Path) -> None:
+    file = tmp_path / "router.json"
+    write_memory(file, switched_off("base").records(1.0))
+    entries = json.loads(file.read_text())
+    file.write_text(json.dumps([{"since": None}, *entries, 7]))
+    assert len(read_memory(file)) == 1
+    aside = file.with_name("router.json.unreadable")
+    assert json.loads(aside.read_text())[-1] == 7
+    file.write_text("{")
+    assert read_memory(file) == ()
+    assert aside.read_text() == "{"

@@ -195,6 +195,10 @@ def test_a_node_that_was_never_measured_is_as_fast_as_its_family(members: Member
     assert [view.rates.prefill_layer_tokens_per_s for view in members.views(1.0).values()] == [5e4, 5e4]
     members.heartbeat(PEER, Heartbeat("one", NodeLoad(prefill_layer_tokens_per_s=100.0)), 1.0)
     assert [view.rates.prefill_layer_tokens_per_s for view in members.views(1.0).values()] == [100.0, 5e4]
+    # a dead one says nothing about the living
+    assert members.views(1.0, {("d1", "one")})["d0"].rates.prefill_layer_tokens_per_s == 100.0
+    members.heartbeat(PEER, Heartbeat("one", NodeLoad()), 1.0)
+    assert members.views(1.0, {("d1", "one")})["d0"].rates.prefill_layer_tokens_per_s == 0.0
 
 
 def test_load_decays_and_counts_what_was_just_sent(members: Membership) -> None:
