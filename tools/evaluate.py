@@ -235,6 +235,8 @@ class Evaluate:
             if changed:
                 problem = f"the run in {self.folder} had another {', '.join(changed)}"
                 raise ConfigError("resume", problem, "the same settings, --overwrite or another folder")
+        if self.resume and not path.exists():
+            raise ConfigError("resume", f"no run in {self.folder}", "the out folder of an interrupted run")
         if self.overwrite:
             path.unlink(missing_ok=True)
         return CaseLog(path, fingerprint)

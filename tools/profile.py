@@ -101,24 +101,28 @@ class Profile:
     def run(self) -> int:
         """Measure, write the profile, its report and figures, print the frontier. Returns 0, or 130 after Ctrl-C."""
         self.check()
+        say = _speaker(Console(file=sys.stderr))
+        try:
+            return self._run(say)
+        except KeyboardInterrupt:
+            say("stopped; what is measured is kept: the same command goes on from here")
+            return EXIT_INTERRUPTED
+
+    def _run(self, say: Callable[[str], None]) -> int:
         config = load_cluster(self.config)
         family = resolve_pair(config, self.sender, self.receiver)
-        console = Console(file=sys.stderr)
-        say = _speaker(console)
         cases, metric, data = self._cases(family, config.state_path)
+        searched = min(self.samples, len(cases))
+        say(f"{data['name']}, split {data['split']}: {searched} cases to search, {len(cases)} to answer")
         starts, stops = grid(family.layout.num_layers, self.group_size)
         work_name = profile_name(self.sender, self.receiver).removesuffix(".json")
         log = CaseLog(config.state_path / "profiles" / f"{work_name}.jsonl", self._fingerprint(family, data, metric))
         if log.done:
             say(
-                f"going on: {len(log.records('search'))} of {min(self.samples, len(cases))} cases are searched, "
+                f"going on: {len(log.records('search'))} of {searched} cases are searched, "
                 f"{len(log.records('answers'))} of {len(cases)} answered"
             )
-        try:
-            profile, extra = self._measure(family, cases, metric, data, log, starts, stops, say)
-        except KeyboardInterrupt:
-            say("stopped; what is measured is kept: the same command goes on from here")
-            return EXIT_INTERRUPTED
+        profile, extra = self._measure(family, cases, metric, data, log, starts, stops, say)
         path = self.out / profile_name(self.sender, self.receiver)
         write_profile(path, profile)
         from kvkin.tools.profile_report import summary, write_report
@@ -137,6 +141,8 @@ class Profile:
             raise ConfigError(
                 "answer_samples", f"{self.answer_samples} is too small", f"{self.samples} (samples) or more"
             )
+        if self.out.exists() and not self.out.is_dir():
+            raise ConfigError("out", f"{self.out} is no folder", "a folder, there or not")
         if not 0 <= self.max_loss < 1:
             raise ConfigError("max_loss", f"{self.max_loss}", "0 up to 1, such as 0.05")
         if self.context_tokens < 0 or self.threads < 0:
@@ -155,7 +161,11 @@ class Profile:
         from kvkin.tools.scoring import metric_named
 
         metric = AGREEMENT if self.refresh else metric_named(self.metric)
-        examples = read_examples(recorded(state, self.sender, self.receiver) if self.refresh else self.data)
+        source = recorded(state, self.sender, self.receiver) if self.refresh else self.data
+        if self.refresh and not Path(source).is_file():
+            problem = f"the cluster has recorded nothing of this pair ({source})"
+            raise ConfigError("refresh", problem, "a cluster that ran with drift.record: true, or --data")
+        examples = read_examples(source)
         split: AnySplit = "all" if self.refresh else self.split
         tokenizer = AutoTokenizer.from_pretrained(family.model_tokenizer_path(self.receiver), local_files_only=True)
         tokenizer.chat_template = family.chat_template(self.receiver)
@@ -200,6 +210,7 @@ class Profile:
             import torch
 
             torch.set_num_threads(self.threads)
+        say(f"loading {self.sender} and {self.receiver}")
         pair: Pair = load_pair(family, self.sender, self.receiver)
         works = [CaseWork(pair, case, metric) for case in cases]
         began = time.monotonic()
@@ -211,6 +222,7 @@ class Profile:
             groups = all_groups(starts, stops, num_layers)
         say(f"answers under {len(groups)} of {len(all_groups(starts, stops, num_layers))} groups")
         self._stage("answers", works, log, say, lambda work: work.answers(groups, search.get(work.case.id)), groups)
+        say("timing the recompute of each group")
         middle = sorted(works, key=lambda work: len(work.case.context_ids))[len(works) // 2]
         seconds = middle.recompute_seconds(groups, TIMED_REPEATS)
         profile = build_profile(

@@ -39,7 +39,7 @@ def markdown(profile: Profile, extra: Mapping[str, Any], figures: Mapping[str, s
         verdict(profile),
         "",
         (
-            f"- **Data**: {data.name} (BLAKE2b {data.digest[:32]}), split {data.split}, {data.samples} cases, contexts of "
+            f"- **Data**: {data.name} (BLAKE2b of the cases {data.digest[:32]}), split {data.split}, {data.samples} cases, contexts of "
             f"{data.context_tokens.min} to {data.context_tokens.max} tokens (median {data.context_tokens.p50})"
         ),
         f"- **Metric**: {extra['metric']}; loss is the share of the full prefill's mean that is lost, on the same cases",

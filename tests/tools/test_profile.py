@@ -187,6 +187,19 @@ def test_what_it_refuses(
     assert not list(tmp_path.iterdir())
 
 
+def test_what_costs_nothing_is_checked_before_anything_is_measured(
+    cluster: Path, data: Path, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert run(cluster, data, tmp_path / "file") == 2
+    assert "out:" in capsys.readouterr().err
+    refresh = ["profile", "--sender", BASE, "--receiver", FULL, "--config", str(cluster), "--refresh"]
+    assert main([*refresh, "--out", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert "refresh: the cluster has recorded nothing of this pair" in error
+    assert "drift.record" in error
+
+
 def test_missing_data_is_named(cluster: Path, tmp_path: Path, capsys: Any) -> None:
     common = ["profile", "--sender", BASE, "--receiver", FULL, "--config", str(cluster), "--out", str(tmp_path)]
     assert main(common) == 2
