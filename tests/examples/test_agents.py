@@ -402,6 +402,8 @@ def test_ctrl_c_stops_the_cluster_and_keeps_what_was_played(tmp_path: Path) -> N
     arguments = ["--rounds", "4", "--coder", UPPER, "--tester", FULL, "--max-tokens", "60"]
     arguments += ["--config", str(file), "--json", str(out)]
     program = (
+        # a suite that was started in the background has SIGINT ignored, and hands that down
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "import sys; import dialogue, run; whole = dialogue.script(); "
         f"sys.exit(run.main({arguments!r}, dialogue.Script(whole.task[:200], whole.rounds)))"
     )
