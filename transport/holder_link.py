@@ -25,6 +25,8 @@ from kvkin.transport.stream_messages import ConsumerToHolder, HolderToConsumer, 
 
 log = structlog.get_logger()
 
+WATCH_MS = 1000
+
 
 class HolderLink:
     """Link to the holder ``node`` at ``address``. ``lost`` is set for good when the connection breaks."""
@@ -106,6 +108,9 @@ class HolderLink:
 
     async def _watch(self) -> None:
         with contextlib.suppress(zmq.ZMQError):
+            # a look now and then besides: a wake-up that the event loop missed must not keep a dead holder alive
+            while not await self._monitor.poll(WATCH_MS):
+                pass
             await recv_monitor_message(self._monitor)
             log.warning("lost the connection to a holder", node=self.node, address=self.address)
             self._lose("the connection broke (killed, frozen or restarted)")
