@@ -1,11 +1,20 @@
-"""Progress lines of a long measurement: how many cases are done, how long the rest will take."""
+"""Lines of a long measurement on stderr: what it does, how many cases are done, how long the rest will take."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 
+from rich.console import Console
+
 LINE_EVERY_S = 10.0
+
+
+def speaker(command: str) -> Callable[[str], None]:
+    """What ``command`` says lines with."""
+    console = Console(file=sys.stderr)
+    return lambda message: console.print(f"[{command}] {message}", markup=False, highlight=False, soft_wrap=True)
 
 
 class Eta:

@@ -27,7 +27,7 @@ from kvkin.configs.profiles import layer_group, pairs_of, profile_name, read_pro
 from kvkin.kv.errors import ConfigError
 from kvkin.kv.plan import LayerGroup
 from kvkin.tools.case_log import CaseLog
-from kvkin.tools.eta import Eta
+from kvkin.tools.eta import Eta, speaker
 from kvkin.tools.model_pair import resolve_pair
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Evaluate:
         }
         self._set_threads()
         log = self._open(self._fingerprint(family, arms, metric, data))
-        say = _speaker(Console(file=sys.stderr))
+        say = speaker("evaluate")
         try:
             self._measure(family, cases, arms, metric, log, say)
         except KeyboardInterrupt:
@@ -347,7 +347,3 @@ def _made(family: ResolvedFamily) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in ("kvkin", "torch", "transformers")},
     }
-
-
-def _speaker(console: Console) -> Callable[[str], None]:
-    return lambda message: console.print(f"[evaluate] {message}", markup=False, highlight=False, soft_wrap=True)

@@ -1,13 +1,13 @@
 """What figures share: matplotlib without a screen and without state, one look, SVG and PNG that are alike from run to run.
 
-``kvkin evaluate`` draws with it. matplotlib is imported in here only, when something is drawn; ``check_plots`` says that it is
+``kvkin profile``, ``kvkin evaluate`` and ``kvkin bench serving`` draw with it. matplotlib is imported in here only, when something is drawn; ``check_plots`` says that it is
 missing before anything is measured.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,11 +48,11 @@ def new_figure(width: float = 7.2, height: float = 4.4) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def save_figure(figure: Figure, stem: Path) -> list[Path]:
-    """Write ``stem``.svg and ``stem``.png and return them. The same figure gives the same bytes: no dates, no random ids."""
+def save_figure(figure: Figure, stem: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
+    """Write ``stem``.svg and ``stem``.png (or other ``formats``) and return them. The same figure gives the same bytes: no dates, no random ids."""
     import matplotlib
 
-    files = [stem.with_name(f"{stem.name}.{suffix}") for suffix in FORMATS]
+    files = [stem.with_name(f"{stem.name}.{suffix}") for suffix in formats]
     with matplotlib.rc_context({"svg.hashsalt": "kvkin"}):
         for file in files:
             figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)

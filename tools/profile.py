@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-from rich.console import Console
 
 from kvkin.configs.families import ResolvedFamily
 from kvkin.configs.loader import load_cluster
@@ -26,8 +23,9 @@ from kvkin.configs.profiles import Profile as ProfileFile
 from kvkin.configs.profiles import profile_name, profiled_model, write_profile
 from kvkin.kv.errors import ConfigError
 from kvkin.tools.case_log import CaseLog
-from kvkin.tools.eta import Eta
+from kvkin.tools.eta import Eta, speaker
 from kvkin.tools.model_pair import resolve_pair
+from kvkin.tools.plots import check_plots
 from kvkin.tools.profile_result import build_profile, divergences
 from kvkin.tools.profile_search import Group, all_groups, grid, name, select
 
@@ -101,7 +99,7 @@ class Profile:
     def run(self) -> int:
         """Measure, write the profile, its report and figures, print the frontier. Returns 0, or 130 after Ctrl-C."""
         self.check()
-        say = _speaker(Console(file=sys.stderr))
+        say = speaker("profile")
         try:
             return self._run(say)
         except KeyboardInterrupt:
@@ -147,6 +145,7 @@ class Profile:
             raise ConfigError("max_loss", f"{self.max_loss}", "0 up to 1, such as 0.05")
         if self.context_tokens < 0 or self.threads < 0:
             raise ConfigError("context_tokens, threads", "negative", "0 or more")
+        check_plots("the report has figures")  # before anything is measured
         if bool(self.data) == self.refresh:
             problem = "given together with refresh" if self.data else "missing"
             raise ConfigError("data", problem, "a data set, or --refresh for what the cluster recorded")
@@ -290,7 +289,3 @@ def _versions() -> dict[str, str]:
     from importlib.metadata import version
 
     return {"kvkin": version("kvkin"), "torch": version("torch"), "transformers": version("transformers")}
-
-
-def _speaker(console: Console) -> Callable[[str], None]:
-    return lambda message: console.print(f"[profile] {message}", markup=False, highlight=False, soft_wrap=True)

@@ -9,22 +9,17 @@ from typing import Any
 import numpy as np
 
 from kvkin.configs.profiles import Profile
+from kvkin.tools.plots import new_figure, save_figure
 
 
 def write_figures(path: Path, profile: Profile, sensitivities: Sequence[Sequence[float]]) -> dict[str, Path]:
     """Write ``<profile>-sensitivity.svg``, ``-inputs.svg`` and ``-frontier.svg``; paths by these names."""
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
     drawn = {"sensitivity": _sensitivity, "inputs": _inputs, "frontier": _frontier}
     found = {}
     for key, draw in drawn.items():
-        figure = Figure(figsize=(8, 4.2), layout="constrained")
-        draw(figure.add_subplot(), profile, np.asarray(sensitivities, dtype=np.float64))
-        file = path.with_name(f"{path.stem}-{key}.svg")
-        # without a date in it the same profile gives the same file
-        FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None})  # type: ignore[no-untyped-call]
-        found[key] = file
+        figure, axes = new_figure()
+        draw(axes, profile, np.asarray(sensitivities, dtype=np.float64))
+        (found[key],) = save_figure(figure, path.with_name(f"{path.stem}-{key}"), ("svg",))
     return found
 
 
@@ -44,6 +39,7 @@ def _sensitivity(axes: Any, profile: Profile, sensitivities: np.ndarray) -> None
 
 def _inputs(axes: Any, profile: Profile, sensitivities: np.ndarray) -> None:
     shares = sensitivities / np.maximum(sensitivities.sum(axis=1, keepdims=True), 1e-12)
+    axes.grid(visible=False)
     image = axes.imshow(shares, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0.0)
     axes.set_xlabel("layer")
     axes.set_ylabel("input")

@@ -10,9 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvkin.configs.profiles import MeasuredGroup, Profile, ProfilePoint
-from kvkin.tools.profile_result import name_of
-from kvkin.tools.profile_search import parse, stability
+from kvkin.configs.profiles import MeasuredGroup, Profile, ProfilePoint, layer_group
+from kvkin.tools.profile_search import stability
 
 HEAD = ("layers", "group", "loss (95 %)", "score", "first token agrees", "divergence", "recompute")
 
@@ -122,7 +121,7 @@ def summary(profile: Profile) -> str:
 
 def _row(one: MeasuredGroup, chosen: bool) -> list[str]:
     assert one.quality is not None
-    quality, group = one.quality, parse(name_of(one))
+    quality, group = one.quality, layer_group(one.group)
     label = "nothing (full reuse)" if group is None else f"[{group.start}, {group.stop})"
     return [
         str(0 if group is None else len(group)),

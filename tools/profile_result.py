@@ -20,6 +20,7 @@ from kvkin.configs.profiles import (
     Score,
     Scores,
     TokenStats,
+    layer_group,
     profile_point,
 )
 from kvkin.kv.errors import ConfigError
@@ -81,7 +82,7 @@ def build_profile(
         )
         for group, values in sorted(divergences(search).items(), key=lambda item: order(item[0]))
     ]
-    points = [point(parse(name_of(one)), one.quality.loss) for one in measured if one.quality is not None]
+    points = [point(layer_group(one.group), one.quality.loss) for one in measured if one.quality is not None]
     best = choose(points, max_loss)
     none = next(one for one in measured if one.group is None)
     assert none.quality is not None, "full reuse is always measured"
@@ -117,11 +118,6 @@ def build_profile(
             versions=dict(versions),
         ),
     )
-
-
-def name_of(one: MeasuredGroup) -> str:
-    """A measured group's name (``profile_search.name``)."""
-    return "none" if one.group is None else f"{one.group[0]}-{one.group[1]}"
 
 
 def _divergence(values: Sequence[float]) -> Divergence:
