@@ -1,8 +1,9 @@
 """``kvkin evaluate``: on a pair of models, what each way to reuse KV costs in quality and saves in time, on the same cases.
 
 Compared are full prefill, full reuse, CacheBlend at several ratios, DroidSpeak at the frontier of a profile or at groups that are
-named, and the sender by itself (``evaluate_arms.py``). Runs in its own process with both models loaded. Every finished case is
-appended to ``cases.jsonl`` in the output folder, so that Ctrl-C loses one case at most and ``--resume`` goes on.
+named, and the sender by itself (``evaluate_arms.py``). Runs in its own process with both models loaded. The cases of
+a finished context are appended to ``cases.jsonl`` in the output folder, so that Ctrl-C loses one context at most and ``--resume``
+goes on.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 EXIT_INTERRUPTED = 130
 CASES_FILE, RESULT_FILE, REPORT_FILE, FIGURE_STEM = "cases.jsonl", "evaluation.json", "evaluation.md", "quality_latency"
-FORMAT = 1
+FORMAT = 2
 STAGE = "arms"
 
 
@@ -250,22 +251,33 @@ class Evaluate:
         log: CaseLog,
         say: Callable[[str], None],
     ) -> None:
-        """Measure the cases that the log lacks."""
-        left = [(turn, case) for turn, case in enumerate(cases) if (STAGE, case.id) not in log.done]
+        """Measure the cases that the log lacks, those of one context together."""
+        from kvkin.tools.quality_cases import by_context
+
+        contexts = by_context(cases)
+        left = [
+            (turn, missing)
+            for turn, context in enumerate(contexts)
+            if (missing := [case for case in context if (STAGE, case.id) not in log.done])
+        ]
         if not left:
             return
-        from kvkin.tools.evaluate_arms import measure_case
+        from kvkin.tools.evaluate_arms import measure_context
         from kvkin.tools.model_pair import load_pair
 
-        if len(left) < len(cases):
-            say(f"going on: {len(cases) - len(left)} of {len(cases)} cases are measured")
+        num_left = sum(len(missing) for _, missing in left)
+        if num_left < len(cases):
+            say(f"going on: {len(cases) - num_left} of {len(cases)} cases are measured")
         pair = load_pair(family, self.sender, self.receiver)
         # the first run of everything is slower: it allocates and fills caches
-        measure_case(pair, min((case for _, case in left), key=lambda case: case.num_tokens), arms, metric, turn=0)
-        eta = Eta(f"{len(arms)} arms", len(cases), len(cases) - len(left), say)
-        for turn, case in left:
-            log.add(STAGE, case.id, measure_case(pair, case, arms, metric, turn=turn))
-            eta.step()
+        shortest = min((case for _, missing in left for case in missing), key=lambda case: case.num_tokens)
+        measure_context(pair, [shortest], arms, metric, turn=0)
+        eta = Eta(f"{len(arms)} arms", len(cases), len(cases) - num_left, say)
+        for turn, missing in left:
+            found = measure_context(pair, missing, arms, metric, turn=turn)
+            for case, record in zip(missing, found, strict=True):
+                log.add(STAGE, case.id, record)
+                eta.step()
 
     def _report(
         self,

@@ -92,52 +92,66 @@ def parse_groups(texts: Iterable[str]) -> list[LayerGroup]:
     return found
 
 
-def measure_case(
+def measure_context(
     pair: Pair,
-    case: Case,
+    cases: Sequence[Case],
     arms: Sequence[Arm],
     metric: EvaluationMetric,
     *,
     turn: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, Any]:
-    """Every arm (the sender among them) on one case: ``{"tokens", "suffix_tokens", "arms": {name: {"score", "ttft_s", ...}}}``.
+) -> list[dict[str, Any]]:
+    """Every arm (the sender among them) on the cases of one context, a record each:
+    ``{"context", "tokens", "suffix_tokens", "arms": {name: {"score", "ttft_s", ...}}}``.
 
-    The sender goes first: its states are what the others reuse. The receiver's arms follow one after the other, and ``turn`` (the
-    case's number) decides which of them begins, so that drift of the machine hits none more than another.
+    An arm's states of the context are computed, and timed, once; a case's time to first token is that and its own suffix. The
+    sender goes first: its states are what the others reuse. The receiver's arms follow one after the other, and ``turn`` (the
+    context's number) decides which of them begins, so that drift of the machine hits none more than another.
     """
     with_hidden = any(arm.group is not None and arm.group.start for arm in arms)
-    states: dict[str, ContextStates] = {}
-    records: dict[str, dict[str, Any]] = {}
+    context_ids = cases[0].context_ids
     receiving = [arm for arm in arms if arm.kind != "sender"]
     start = turn % len(receiving)
+    states: dict[str, ContextStates] = {}
+    seconds: dict[str, float] = {}
+    layer_tokens: dict[str, int] = {}
+    firsts: dict[str, list[float]] = {}
     for arm in (Arm("sender"), *receiving[start:], *receiving[:start]):
         ops = pair.sender if arm.kind == "sender" else pair.receiver
         began = clock()
-        states[arm.name], layer_tokens = _states(arm, pair, case, states.get("sender"), with_hidden)
-        forced_logits(ops, [states[arm.name]], case.suffix_ids, [0])  # the logits of one token: the first
+        states[arm.name], layer_tokens[arm.name] = _states(arm, pair, context_ids, states.get("sender"), with_hidden)
         _settle(ops)
-        records[arm.name] = {
-            "ttft_s": clock() - began,
-            "layer_tokens": layer_tokens,
-            "bytes": arm.pulled_bytes(len(case.context_ids), pair.family.layout),
-        }
+        seconds[arm.name] = clock() - began
+        for case in cases:
+            began = clock()
+            forced_logits(ops, [states[arm.name]], case.suffix_ids, [0])  # the logits of one token: the first
+            _settle(ops)
+            firsts.setdefault(arm.name, []).append(clock() - began)
     names = [arm.name for arm in receiving]
-    found = _outcomes(pair, pair.receiver, case, metric, [states[key] for key in names])
-    outcomes = dict(zip(names, found, strict=True))
-    outcomes["sender"] = _outcomes(pair, pair.sender, case, metric, [states["sender"]])[0]
-    return {
-        "tokens": len(case.context_ids),
-        "suffix_tokens": len(case.suffix_ids),
-        "arms": {arm.name: records[arm.name] | outcomes[arm.name] for arm in arms},
-    }
+    records = []
+    for index, case in enumerate(cases):
+        found = _outcomes(pair, pair.receiver, case, metric, [states[key] for key in names])
+        outcomes = dict(zip(names, found, strict=True))
+        outcomes["sender"] = _outcomes(pair, pair.sender, case, metric, [states["sender"]])[0]
+        measured = {
+            arm.name: {
+                "ttft_s": seconds[arm.name] + firsts[arm.name][index],
+                "layer_tokens": layer_tokens[arm.name],
+                "bytes": arm.pulled_bytes(len(context_ids), pair.family.layout),
+            }
+            | outcomes[arm.name]
+            for arm in arms
+        }
+        sizes = {"tokens": len(context_ids), "suffix_tokens": len(case.suffix_ids)}
+        records.append({"context": case.context_key, **sizes, "arms": measured})
+    return records
 
 
 def _states(
-    arm: Arm, pair: Pair, case: Case, sender: ContextStates | None, with_hidden: bool
+    arm: Arm, pair: Pair, context: Sequence[int], sender: ContextStates | None, with_hidden: bool
 ) -> tuple[ContextStates, int]:
     """An arm's states of the context, and the layer-tokens computed for them; ``sender`` are the sender's, once it has some."""
-    ops, context, chunk = pair.receiver, case.context_ids, pair.family.config.chunk_tokens
+    ops, chunk = pair.receiver, pair.family.config.chunk_tokens
     if arm.kind == "sender":
         states = full_states(pair.sender, context, keep_hidden=with_hidden, chunk_tokens=chunk)
         return states, pair.sender.num_layers * len(context)

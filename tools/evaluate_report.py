@@ -46,7 +46,7 @@ def markdown(result: Mapping[str, Any], figure: str | None) -> str:
         f"# {result['receiver']} on the KV of {result['sender']}: {data['name']}",
         "",
         (
-            f"{result['cases']} cases of split {data['split']} (BLAKE2b of the cases {data['cases_digest']}), contexts of "
+            f"{result['cases']} cases over {result['contexts']} contexts of split {data['split']} (BLAKE2b of the cases {data['cases_digest']}), contexts of "
             f"{context['min']} to {context['max']} tokens (median {context['p50']}), suffixes of "
             f"{result['suffix_tokens_mean']:g} on average; metric: {result['metric']['title']}. "
             f"{made['device']}, {made['dtype']}, {made['threads']} thread(s), {made['date']}."
@@ -58,9 +58,9 @@ def markdown(result: Mapping[str, Any], figure: str | None) -> str:
         "",
         (
             "Score: mean. Kept: share of full prefill's mean. First token: median time of the compute of context and suffix, "
-            "all KV local. Full / arm: median of each case's ratio. Moved: KV outside of the recompute and hidden states, mean "
+            "all KV local. Full / arm: median of each context's ratio. Moved: KV outside of the recompute and hidden states, mean "
             "of a context. Compute: layer-tokens of the context, as a share of full prefill's. Intervals: bootstrap over "
-            "cases, paired."
+            "contexts, paired."
         ),
     ]
     if result["equal_latency"]:

@@ -203,7 +203,8 @@ class Profile:
         say: Callable[[str], None],
     ) -> tuple[ProfileFile, dict[str, Any]]:
         from kvkin.tools.model_pair import load_pair
-        from kvkin.tools.profile_measure import CaseWork
+        from kvkin.tools.profile_measure import CaseWork, NewestContext
+        from kvkin.tools.quality_cases import by_context
 
         if self.threads:
             import torch
@@ -211,18 +212,26 @@ class Profile:
             torch.set_num_threads(self.threads)
         say(f"loading {self.sender} and {self.receiver}")
         pair: Pair = load_pair(family, self.sender, self.receiver)
-        works = [CaseWork(pair, case, metric) for case in cases]
+        newest = NewestContext()
+        works = {case.id: CaseWork(pair, case, metric, newest) for case in cases}
         began = time.monotonic()
-        self._stage("search", works[: self.samples], log, say, lambda work: work.search(starts, stops))
+        self._stage(
+            "search",
+            [works[case.id] for case in cases[: self.samples]],
+            log,
+            say,
+            lambda work: work.search(starts, stops),
+        )
         search = log.records("search")
         num_layers = family.layout.num_layers
         groups = select(divergences(search), num_layers, family.transition_layers)
         if self.exhaustive:
             groups = all_groups(starts, stops, num_layers)
         say(f"answers under {len(groups)} of {len(all_groups(starts, stops, num_layers))} groups")
-        self._stage("answers", works, log, say, lambda work: work.answers(groups, search.get(work.case.id)), groups)
+        grouped = [works[case.id] for context in by_context(cases) for case in context]
+        self._stage("answers", grouped, log, say, lambda work: work.answers(groups, search.get(work.case.id)), groups)
         say("timing the recompute of each group")
-        middle = sorted(works, key=lambda work: len(work.case.context_ids))[len(works) // 2]
+        middle = sorted(grouped, key=lambda work: len(work.case.context_ids))[len(works) // 2]
         seconds = middle.recompute_seconds(groups, TIMED_REPEATS)
         profile = build_profile(
             profiled_model(self.sender, family.models[self.sender].lineage),

@@ -7,8 +7,8 @@ O(L^2) layer passes over the context (``engines/lattice.py``), answers of all gr
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from rapidfuzz.distance import Levenshtein
 
@@ -21,6 +21,7 @@ from kvkin.tools.profile_search import Group, name
 from kvkin.tools.quality_cases import Case
 from kvkin.tools.scoring import EvaluationMetric, has_lines, likelihood_score
 
+T = TypeVar("T")
 # Of a long answer the first tokens show the divergence: later ones are forced onto the full prefill's path anyway.
 FORCED_TOKENS = 24
 AGREEMENT = EvaluationMetric(
@@ -29,18 +30,35 @@ AGREEMENT = EvaluationMetric(
 """For recorded contexts, which have no accepted answers: what the receiver says privately is right by definition."""
 
 
-class CaseWork:
-    """One case on one pair; ``metric`` scores what is answered."""
+class NewestContext:
+    """States of the context that was asked for last: cases that share one follow each other, and it is computed once."""
 
-    def __init__(self, pair: Pair, case: Case, metric: EvaluationMetric) -> None:
+    def __init__(self) -> None:
+        self._context_ids: Sequence[int] = ()
+        self._states: dict[Any, Any] = {}
+
+    def get(self, context_ids: Sequence[int], key: object, compute: Callable[[], T]) -> T:
+        """What ``compute`` returns, or returned for the same context and key before."""
+        if context_ids != self._context_ids:
+            self._context_ids, self._states = context_ids, {}
+        if key not in self._states:
+            self._states[key] = compute()
+        found: T = self._states[key]
+        return found
+
+
+class CaseWork:
+    """One case on one pair; ``metric`` scores what is answered. Works of one run share ``newest``."""
+
+    def __init__(self, pair: Pair, case: Case, metric: EvaluationMetric, newest: NewestContext | None = None) -> None:
         self.pair, self.case, self.metric = pair, case, metric
         self.chunk_tokens = pair.family.config.chunk_tokens
+        self._newest = NewestContext() if newest is None else newest
 
     def search(self, starts: Sequence[int], stops: Sequence[int]) -> dict[str, Any]:
         """Divergence of every group of the grid, sensitivity of every layer, and what the two models answer by themselves."""
         pair, case = self.pair, self.case
-        sender = full_states(pair.sender, case.context_ids, keep_hidden=True, chunk_tokens=self.chunk_tokens)
-        receiver = full_states(pair.receiver, case.context_ids, chunk_tokens=self.chunk_tokens)
+        sender, receiver = self._sender(), self._receiver()
         alone = self._alone(sender, receiver)
         forced = (alone["answer_ids"] or [min(pair.eos, default=0)])[:FORCED_TOKENS]
         reference = forced_logits(pair.receiver, [receiver], case.suffix_ids, forced)[0]
@@ -66,13 +84,18 @@ class CaseWork:
         ``searched`` is the case's record of the search, if it was searched: what the models answer by themselves stands there.
         """
         pair, case = self.pair, self.case
-        sender = full_states(pair.sender, case.context_ids, keep_hidden=True, chunk_tokens=self.chunk_tokens)
+        sender = self._sender()
         if searched is None:
-            alone = self._alone(sender, full_states(pair.receiver, case.context_ids, chunk_tokens=self.chunk_tokens))
+            alone = self._alone(sender, self._receiver())
         else:
             alone = {key: searched[key] for key in ("tokens", "answer_ids", "full", "sender")}
+            alone["context"] = case.context_key
         full = alone["answer_ids"]
-        states = states_of_groups(pair.receiver, case.context_ids, sender, groups)
+        states = self._newest.get(
+            case.context_ids,
+            tuple(groups),
+            lambda: states_of_groups(pair.receiver, case.context_ids, sender, groups),
+        )
         outcomes = self._outcome(pair.receiver, states)
         found = list(zip(map(name, groups), states, outcomes, strict=True))
         return alone | {
@@ -80,11 +103,30 @@ class CaseWork:
             "agreement": {key: agreeing(ids, full) for key, _, ids in found},
         }
 
+    def _sender(self) -> ContextStates:
+        """The sender's states of the context, with the hidden states."""
+        return self._newest.get(
+            self.case.context_ids,
+            "sender",
+            lambda: full_states(
+                self.pair.sender, self.case.context_ids, keep_hidden=True, chunk_tokens=self.chunk_tokens
+            ),
+        )
+
+    def _receiver(self) -> ContextStates:
+        """A private prefill of the context."""
+        return self._newest.get(
+            self.case.context_ids,
+            "receiver",
+            lambda: full_states(self.pair.receiver, self.case.context_ids, chunk_tokens=self.chunk_tokens),
+        )
+
     def _alone(self, sender: ContextStates, receiver: ContextStates) -> dict[str, Any]:
         """The full prefill's answer and score, and the score of the sender by itself."""
         full = self._outcome(self.pair.receiver, [receiver])[0]
         sender_alone = self._outcome(self.pair.sender, [sender])[0]
         return {
+            "context": self.case.context_key,
             "tokens": len(self.case.context_ids),
             "answer_ids": full,
             "full": self._score(self.pair.receiver, receiver, full, full),
@@ -93,7 +135,7 @@ class CaseWork:
 
     def recompute_seconds(self, groups: Sequence[Group], repeats: int) -> dict[str, float]:
         """Median seconds that the receiver computes for the context under each group; runs of the groups alternate."""
-        sender = full_states(self.pair.sender, self.case.context_ids, keep_hidden=True, chunk_tokens=self.chunk_tokens)
+        sender = self._sender()
         seconds: dict[str, list[float]] = {name(group): [] for group in groups}
         for _ in range(repeats):
             for group in groups:

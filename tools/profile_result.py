@@ -64,6 +64,7 @@ def build_profile(
     full = [record["full"] for record in answers.values()]
     if sum(full) <= 0:
         raise ConfigError("metric", f"{receiver.name} scores 0 on all {len(full)} cases", "data that it is good at")
+    contexts = [record.get("context", case) for case, record in answers.items()]
     scores: dict[Group, list[float]] = {}
     agreement: dict[Group, list[float]] = {}
     # a run that was stopped and went on with other groups has cases that know more of them than others do
@@ -76,7 +77,7 @@ def build_profile(
         MeasuredGroup(
             group=None if group is None else (group.start, group.stop),
             divergence=_divergence(values),
-            quality=_quality(scores[group], full, seed) if group in scores else None,
+            quality=_quality(scores[group], full, contexts, seed) if group in scores else None,
             recompute_s=seconds.get(name(group)),
             first_token_agreement=_share_above_zero(agreement[group]) if group in agreement else None,
         )
@@ -103,9 +104,11 @@ def build_profile(
         group_size=group_size,
         max_loss=max_loss,
         scores=Scores(
-            full=_score(bootstrap_mean(full, seed=seed)),
-            sender=_score(bootstrap_mean([record["sender"] for record in answers.values()], seed=seed)),
-            full_reuse=_score(bootstrap_mean(scores[None], seed=seed)),
+            full=_score(bootstrap_mean(full, seed=seed, clusters=contexts)),
+            sender=_score(
+                bootstrap_mean([record["sender"] for record in answers.values()], seed=seed, clusters=contexts)
+            ),
+            full_reuse=_score(bootstrap_mean(scores[None], seed=seed, clusters=contexts)),
         ),
         full_reuse_is_fine=none.quality.loss <= max_loss,
         chosen=None if best is None else profile_point(best),
@@ -125,9 +128,9 @@ def _divergence(values: Sequence[float]) -> Divergence:
     return Divergence(mean=float(np.mean(values)), p10=float(low), p90=float(high), n=len(values))
 
 
-def _quality(scores: Sequence[float], full: Sequence[float], seed: int) -> Quality:
-    """Loss = 1 - mean / full's mean; the interval comes from resampling the cases, both arms alike."""
-    kept = paired_bootstrap(scores, full, seed=seed, statistic="ratio of means")
+def _quality(scores: Sequence[float], full: Sequence[float], contexts: Sequence[str], seed: int) -> Quality:
+    """Loss = 1 - mean / full's mean; the interval comes from resampling the contexts, both arms alike."""
+    kept = paired_bootstrap(scores, full, seed=seed, statistic="ratio of means", clusters=contexts)
     return Quality(
         score=float(np.mean(scores)),
         loss=1.0 - kept.estimate,

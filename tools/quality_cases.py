@@ -47,6 +47,11 @@ class Case:
         """Tokens of the prompt."""
         return len(self.context_ids) + len(self.suffix_ids)
 
+    @property
+    def context_key(self) -> str:
+        """Names the context in records: cases that share one are not independent of each other."""
+        return hashlib.blake2b(repr(self.context_ids).encode(), digest_size=8).hexdigest()
+
 
 def make_cases(
     examples: Sequence[Example],
@@ -64,11 +69,11 @@ def make_cases(
     """``count`` cases of ``examples`` (all of one split), fewer where there are no more; groups take turns.
 
     ``tokenizer`` is transformers'; ``chat`` counts only where it has a chat template. ``context_tokens`` > 0 sets the example's
-    paragraph among paragraphs of other groups, about so many tokens altogether; which ones and where depends on the example's id
-    alone (and on ``examples``). Texts that are to be continued have their own text before the place, at most so many tokens (0:
-    512), and texts of other groups only before that. Examples whose context fills no block are left out, and those that with their
-    answer exceed ``max_tokens``. ``max_new_tokens`` replaces the metric's. Raises ConfigError where nothing is left, or for
-    an argument that cannot be.
+    paragraph among paragraphs of other groups, about so many tokens altogether; which ones and where depends on the paragraph
+    alone (and on ``examples``), so questions about one paragraph share the whole context. Texts that are to be continued have
+    their own text before the place, at most so many tokens (0: 512), and texts of other groups only before that. Examples whose
+    context fills no block are left out, and those that with their answer exceed ``max_tokens``. ``max_new_tokens`` replaces the
+    metric's. Raises ConfigError where nothing is left, or for an argument that cannot be.
     """
     metric = metric_named(metric) if isinstance(metric, str) else metric
     for key, value, least in (
@@ -94,6 +99,14 @@ def make_cases(
         problem = f"no prompt of {len(examples)} example(s) has a context of one block ({block_size} tokens){limit}"
         raise ConfigError("data", problem, "longer contexts: --context-tokens, or other data")
     return cases
+
+
+def by_context(cases: Sequence[Case]) -> list[list[Case]]:
+    """The cases grouped by their context, in order of first appearance: what a context costs is then paid once."""
+    found: dict[tuple[int, ...], list[Case]] = {}
+    for case in cases:
+        found.setdefault(case.context_ids, []).append(case)
+    return list(found.values())
 
 
 def cases_digest(cases: Sequence[Case]) -> str:
@@ -213,13 +226,13 @@ class _CaseMaker:
         if example.form == "plain":
             raise ConfigError("context_tokens", "prompts that are given as a whole are used as they are", "0")
         around = self._others(example, self._size(example.context))
-        around.insert(random.Random(f"place/{example.id}").randint(0, len(around)), example.context)
+        around.insert(random.Random(f"place/{example.context}").randint(0, len(around)), example.context)
         return "\n\n".join(around)
 
     def _others(self, example: Example, size: int) -> list[str]:
-        """Paragraphs of other groups that fill up ``context_tokens`` beside ``size`` tokens, in random order by the example's id."""
+        """Paragraphs of other groups that fill up ``context_tokens`` beside ``size`` tokens, in random order by its own."""
         order = list(self._paragraphs)
-        random.Random(f"others/{example.id}").shuffle(order)
+        random.Random(f"others/{example.context}").shuffle(order)
         chosen: list[str] = []
         left, misses = self.context_tokens - size - _RESERVE_TOKENS, 0
         own = example.context

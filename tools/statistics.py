@@ -2,13 +2,14 @@
 
 Used by ``kvkin profile`` and ``kvkin evaluate``. Pure: every function is a function of its arguments, seed included. Arms of a
 comparison are measured on the same cases, so cases are what is resampled: a case that is hard for both arms then widens
-neither the difference nor the ratio.
+neither the difference nor the ratio. Cases that share something (several questions about one context) are not independent:
+where ``clusters`` names what they share, whole clusters are resampled.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 Statistic = Literal["difference", "ratio of means"]
 Floats = NDArray[np.float64]
+Clusters = Sequence[Hashable]  # a name for each case; cases of one name are resampled together
 
 LOW, HIGH = 2.5, 97.5  # percentiles of a 95 % interval
 _CHUNK_DRAWS = 1 << 21  # indices drawn at once: 16 MB
@@ -58,6 +60,7 @@ def paired_bootstrap(
     seed: int,
     samples: int = 10_000,
     statistic: Statistic = "difference",
+    clusters: Clusters | None = None,
 ) -> Interval:
     """mean(a) - mean(b), or mean(a) / mean(b), of scores ``a`` and ``b`` of the same cases, by resampling the cases.
 
@@ -68,25 +71,27 @@ def paired_bootstrap(
     if len(first) != len(second):
         raise ValueError(f"{len(first)} scores against {len(second)}: not the same cases")
     if statistic == "difference":
-        return bootstrap_mean(first - second, seed=seed, samples=samples)
+        return bootstrap_mean(first - second, seed=seed, samples=samples, clusters=clusters)
     if statistic != "ratio of means":
         raise ValueError(f"no statistic {statistic!r} (allowed: difference, ratio of means)")
     if len(first) == 0 or not second.mean():
         return Interval(math.nan, math.nan, math.nan, len(first))
-    means = [(first[chosen].mean(1), second[chosen].mean(1)) for chosen in _resamples(len(first), seed, samples)]
-    above, below = (np.concatenate(parts) for parts in zip(*means, strict=True))
+    # both have the same cases in every resample, so the ratio of sums is that of means
+    above, below, _ = _resampled_sums((first, second), clusters, seed, samples)
     with np.errstate(all="ignore"):  # infinite where the mean of ``b`` is 0 or next to it, no number where both are 0
         estimate, ratios = float(first.mean() / second.mean()), above / below
-    return _interval(estimate, ratios[~np.isnan(ratios)], len(first))
+    return _interval(estimate, ratios[~np.isnan(ratios)], len(first), _number(first, clusters))
 
 
-def bootstrap_mean(values: Sequence[float] | Floats, *, seed: int, samples: int = 10_000) -> Interval:
+def bootstrap_mean(
+    values: Sequence[float] | Floats, *, seed: int, samples: int = 10_000, clusters: Clusters | None = None
+) -> Interval:
     """The mean of ``values`` with its interval."""
     scores = _scores(values)
     if len(scores) == 0:
         return Interval(math.nan, math.nan, math.nan, 0)
-    drawn = np.concatenate([scores[chosen].mean(1) for chosen in _resamples(len(scores), seed, samples)])
-    return _interval(float(scores.mean()), drawn, len(scores))
+    sums, sizes = _resampled_sums((scores,), clusters, seed, samples)
+    return _interval(float(scores.mean()), sums / sizes, len(scores), _number(scores, clusters))
 
 
 def bootstrap_median(values: Sequence[float] | Floats, *, seed: int, samples: int = 10_000) -> Interval:
@@ -95,7 +100,7 @@ def bootstrap_median(values: Sequence[float] | Floats, *, seed: int, samples: in
     if len(scores) == 0:
         return Interval(math.nan, math.nan, math.nan, 0)
     drawn = np.concatenate([np.median(scores[chosen], axis=1) for chosen in _resamples(len(scores), seed, samples)])
-    return _interval(float(np.median(scores)), drawn, len(scores))
+    return _interval(float(np.median(scores)), drawn, len(scores), len(scores))
 
 
 def _scores(values: Sequence[float] | Floats) -> Floats:
@@ -103,6 +108,29 @@ def _scores(values: Sequence[float] | Floats) -> Floats:
     if scores.ndim != 1 or not np.isfinite(scores).all():
         raise ValueError("scores must be a flat sequence of finite numbers")
     return scores
+
+
+def _resampled_sums(
+    columns: Sequence[Floats], clusters: Clusters | None, seed: int, samples: int
+) -> tuple[Floats, ...]:
+    """Sums of each column over resamples of the clusters, and how many cases each resample has; each (samples,)."""
+    owners = np.arange(len(columns[0])) if clusters is None else _owners(clusters, len(columns[0]))
+    totals = [np.bincount(owners, weights=column) for column in (*columns, np.ones(len(owners)))]
+    drawn = [[total[chosen].sum(1) for total in totals] for chosen in _resamples(len(totals[0]), seed, samples)]
+    return tuple(np.concatenate(parts) for parts in zip(*drawn, strict=True))
+
+
+def _owners(clusters: Clusters, n: int) -> NDArray[np.int64]:
+    """The number of each case's cluster, by first appearance."""
+    if len(clusters) != n:
+        raise ValueError(f"clusters: {len(clusters)} for {n} scores")
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters], dtype=np.int64)
+
+
+def _number(scores: Floats, clusters: Clusters | None) -> int:
+    """What there is to resample."""
+    return len(scores) if clusters is None else len(set(clusters))
 
 
 def _resamples(n: int, seed: int, samples: int) -> Iterator[NDArray[np.int64]]:
@@ -115,8 +143,9 @@ def _resamples(n: int, seed: int, samples: int) -> Iterator[NDArray[np.int64]]:
         yield rng.integers(0, n, size=(min(rows, samples - start), n))
 
 
-def _interval(estimate: float, drawn: Floats, n: int) -> Interval:
-    if n < 2 or len(drawn) == 0:
+def _interval(estimate: float, drawn: Floats, n: int, units: int) -> Interval:
+    """``n`` cases, of which ``units`` were resampled as a whole each."""
+    if units < 2 or len(drawn) == 0:
         return Interval(estimate, math.nan, math.nan, n)
     # nearest ranks: interpolating between a finite and an infinite ratio would give no number
     low, high = np.percentile(drawn, (LOW, HIGH), method="nearest")

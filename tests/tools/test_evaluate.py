@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -34,7 +35,7 @@ from kvkin.kv.plan import Holder, LayerGroup, LayerSource, ReusePlan, Segment
 from kvkin.kv.provenance import exact_provenance
 from kvkin.tools import evaluate_arms
 from kvkin.tools.cli import main
-from kvkin.tools.evaluate_arms import make_arms, measure_case, parse_groups
+from kvkin.tools.evaluate_arms import make_arms, measure_context, parse_groups
 from kvkin.tools.model_pair import Pair, load_pair
 from kvkin.tools.quality_cases import Case, make_cases
 from kvkin.tools.quality_data import read_examples
@@ -243,13 +244,36 @@ def test_arms_take_turns_and_are_timed_alone(data: Path, pair: Pair, monkeypatch
     for turn in range(2 * len(others)):
         ran.clear()
         ticks = iter(range(1000))
-        found = measure_case(pair, case, arms, METRICS["loss"], turn=turn, clock=lambda ticks=ticks: next(ticks))
+        found = measure_context(pair, [case], arms, METRICS["loss"], turn=turn, clock=lambda ticks=ticks: next(ticks))[
+            0
+        ]
         assert ran[0] == "sender"  # its states are what the others reuse
         assert sorted(ran[1:]) == sorted(others)
-        assert [arm["ttft_s"] for arm in found["arms"].values()] == [1] * len(arms)  # two readings around each
+        assert [arm["ttft_s"] for arm in found["arms"].values()] == [2] * len(
+            arms
+        )  # two readings around the context, two around the suffix
         assert list(found["arms"]) == [arm.name for arm in arms]
         begun.append(ran[1])
     assert begun == others * 2
+
+
+def test_questions_about_one_context_pay_for_it_once(data: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    arms = make_arms([0.5], GROUPS[:2], num_layers=LAYERS)
+    first, other, *_ = _cases(data, pair, "edit_similarity")
+    cases = [first, replace(other, context_ids=first.context_ids), replace(first, id="z", suffix_ids=other.suffix_ids)]
+    ran: list[str] = []
+    original = evaluate_arms._states
+    monkeypatch.setattr(evaluate_arms, "_states", lambda arm, *rest: (ran.append(arm.name), original(arm, *rest))[1])
+    together = measure_context(pair, cases, arms, METRICS["edit_similarity"], turn=0)
+    assert sorted(ran) == sorted(arm.name for arm in arms)
+    alone = [measure_context(pair, [case], arms, METRICS["edit_similarity"], turn=0)[0] for case in cases]
+    assert [_without_times(record) for record in together] == [_without_times(record) for record in alone]
+    assert len({record["context"] for record in together}) == 1
+
+
+def _without_times(record: Mapping[str, Any]) -> dict[str, Any]:
+    arms = {name: {key: arm[key] for key in arm if key != "ttft_s"} for name, arm in record["arms"].items()}
+    return {**record, "arms": arms}
 
 
 # --- what it writes and prints -------------------------------------------------------------------------------------------
@@ -357,13 +381,14 @@ def _interrupted(monkeypatch: pytest.MonkeyPatch, after: int) -> list[str]:
     """Ctrl-C instead of the case after ``after`` ones; returns the ids of those measured (the first run warms up)."""
     seen: list[str] = []
 
-    def measured(pair: Pair, case: Case, *rest: Any, **options: Any) -> Any:
+    def measured(pair: Pair, cases: Sequence[Case], *rest: Any, **options: Any) -> Any:
         if len(seen) == after + 1:
             raise KeyboardInterrupt
+        (case,) = cases  # of these data every case has a context of its own
         seen.append(case.id)
-        return measure_case(pair, case, *rest, **options)
+        return measure_context(pair, cases, *rest, **options)
 
-    monkeypatch.setattr(evaluate_arms, "measure_case", measured)
+    monkeypatch.setattr(evaluate_arms, "measure_context", measured)
     return seen
 
 

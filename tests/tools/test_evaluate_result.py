@@ -30,11 +30,15 @@ HEAD = {
 
 
 def _records(
-    scores: Mapping[str, Sequence[float]], ttft_s: Mapping[str, Sequence[float]], arms: Sequence[Arm] = ARMS
+    scores: Mapping[str, Sequence[float]],
+    ttft_s: Mapping[str, Sequence[float]],
+    arms: Sequence[Arm] = ARMS,
+    a_context: int = 1,
 ) -> dict[str, Any]:
     count = len(next(iter(scores.values())))
     return {
         f"case {number}": {
+            "context": f"context {number // a_context}",
             "tokens": 100 + number,
             "suffix_tokens": 10,
             "arms": {

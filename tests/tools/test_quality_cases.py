@@ -14,7 +14,7 @@ from tiny_models import make_tiny_tokenizer
 
 from kvkin.kv.errors import ConfigError
 from kvkin.tools.finetune_data import CONTINUE, Prompts, ask
-from kvkin.tools.quality_cases import Case, cases_digest, make_cases
+from kvkin.tools.quality_cases import Case, by_context, cases_digest, make_cases
 from kvkin.tools.quality_data import Example, Kind, read_examples
 from kvkin.tools.scoring import METRICS
 
@@ -233,6 +233,18 @@ def test_distractors_come_from_other_groups_and_fill_the_context(
         assert tokens * 0.6 < len(tokenizer(context).input_ids) <= tokens
         places.add(paragraphs.index(example.context) / (len(paragraphs) - 1))
     assert {0.0, 1.0} < places  # at either end and between
+
+
+def test_questions_about_one_paragraph_share_the_joined_context(towns: list[Example], tokenizer: Any) -> None:
+    cases = _make(towns, tokenizer, context_tokens=300)
+    paragraphs: dict[str, list[str]] = {}
+    for example in towns:
+        paragraphs.setdefault(example.context, []).append(example.id)
+    grouped = by_context(cases)
+    assert sorted(sorted(case.id for case in each) for each in grouped) == sorted(map(sorted, paragraphs.values()))
+    assert max(map(len, grouped)) > 1
+    assert len({case.suffix_ids for case in grouped[0]}) == len(grouped[0])
+    assert len({case.context_key for case in cases}) == len(grouped)
 
 
 def _marks_of(paragraphs: list[str]) -> list[str]:

@@ -36,6 +36,36 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say(statistic: str) ->
     assert 270 <= covered <= 296
 
 
+@pytest.mark.parametrize("statistic", ["difference", "ratio of means"])
+def test_clusters_keep_the_promise_where_cases_share_a_context(statistic: str) -> None:
+    """Four questions a context, whose difference is mostly the context's: single cases as units promise far too much."""
+    rng = np.random.default_rng(8)
+    contexts = [f"context {number // 4}" for number in range(200)]
+    truth = {"difference": -0.1, "ratio of means": 0.8}[statistic]
+    covered = {"clusters": 0, "cases": 0}
+    for trial in range(300):
+        shared = np.repeat(rng.normal(0, 0.1, 50), 4)
+        a, b = 0.4 + shared + rng.normal(0, 0.02, 200), 0.5 + rng.normal(0, 0.02, 200)
+        for unit, clusters in (("clusters", contexts), ("cases", None)):
+            found = paired_bootstrap(a, b, seed=trial, samples=600, statistic=statistic, clusters=clusters)  # type: ignore[arg-type]
+            covered[unit] += found.low <= truth <= found.high
+            assert found.n == 200
+    assert 270 <= covered["clusters"] <= 297
+    assert covered["cases"] < 240
+
+
+def test_clusters_of_one_case_are_cases() -> None:
+    a, b = np.linspace(0, 1, 30), np.linspace(1, 0.5, 30)
+    for statistic in ("difference", "ratio of means"):
+        plain = paired_bootstrap(a, b, seed=2, samples=300, statistic=statistic)  # type: ignore[arg-type]
+        assert paired_bootstrap(a, b, seed=2, samples=300, statistic=statistic, clusters=range(30)) == plain  # type: ignore[arg-type]
+    one = bootstrap_mean(a, seed=2, clusters=["the same"] * 30)
+    assert one.estimate == pytest.approx(0.5)
+    assert math.isnan(one.low)  # nothing to resample
+    with pytest.raises(ValueError, match="clusters: 2 for 30 scores"):
+        bootstrap_mean(a, seed=0, clusters=["a", "b"])
+
+
 def test_median_interval_covers_the_truth() -> None:
     rng = np.random.default_rng(6)
     covered = 0
