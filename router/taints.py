@@ -32,10 +32,15 @@ class Taints:
     def __init__(self, most: int = 65_536) -> None:
         self._most = most
         self._pairs: OrderedDict[bytes, frozenset[Pair]] = OrderedDict()
-        self._same: dict[frozenset[Pair], frozenset[Pair]] = {}
+        self._same: dict[frozenset[Pair], tuple[frozenset[Pair], int]] = {}  # a set -> the one of its kind, its keys
 
     def __len__(self) -> int:
         return len(self._pairs)
+
+    @property
+    def num_sets(self) -> int:
+        """Different sets of pairs that are kept."""
+        return len(self._same)
 
     def pairs_of(self, provenance: Provenance) -> frozenset[Pair] | None:
         """None: not known here."""
@@ -68,13 +73,21 @@ class Taints:
         return own.union(*found)
 
     def _remember(self, key: bytes, pairs: frozenset[Pair]) -> None:
-        # few different sets, many keys
-        self._pairs[key] = self._same.setdefault(pairs, pairs)
+        # few different sets, many keys: equal sets are one object, gone with the last key of it
+        one, count = self._same.get(pairs, (pairs, 0))
+        self._same[one] = (one, count + 1)
+        if key in self._pairs:
+            self._release(self._pairs[key])
+        self._pairs[key] = one
         self._pairs.move_to_end(key)
         while len(self._pairs) > self._most:
-            self._pairs.popitem(last=False)
-        if len(self._same) > 4096:
-            self._same = {one: one for one in self._pairs.values()}
+            _, oldest = self._pairs.popitem(last=False)
+            self._release(oldest)
+
+    def _release(self, pairs: frozenset[Pair]) -> None:
+        one, count = self._same.pop(pairs)
+        if count > 1:
+            self._same[one] = (one, count - 1)
 
 
 def _taints(segment: Segment) -> bool:

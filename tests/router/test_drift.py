@@ -467,6 +467,24 @@ def test_taints_are_bounded_and_forget_what_was_used_longest_ago() -> None:
     assert len(taints) == before
 
 
+def test_a_set_of_pairs_is_kept_for_as_long_as_a_block_needs_it() -> None:
+    """Nothing is ever cleaned up in one go: with many sets that would be a look at all of them for every plan."""
+    taints, receivers = Taints(most=6), [bytes([number]) for number in range(40)]
+    for receiver in receivers:
+        for stop in (2, 4):
+            taints.learn(plan(("base", 0, stop, PARTIAL)), receiver)
+        assert taints.num_sets <= 3
+    assert len(taints) == 6
+    for _ in range(3):  # the same again: nothing is counted twice
+        taints.learn(plan(("base", 0, 2, PARTIAL)), receivers[0])
+    for receiver in receivers[-3:]:
+        taints.learn(plan(("base", 0, 2, PARTIAL)), receiver)
+    assert (len(taints), taints.num_sets) == (6, 3)
+    for receiver in receivers[-3:]:
+        after = provenances(plan(("base", 0, 2, PARTIAL)), receiver)[-1]
+        assert taints.pairs_of(after) == {(IDS["base"], receiver)}
+
+
 def test_what_follows_unknown_blocks_is_unknown() -> None:
     taints = Taints()
     receiver = IDS["full"]
