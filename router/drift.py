@@ -10,18 +10,19 @@ again with another bound (another profile, other weights) after a restart of the
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from kvkin.kv.hashing import digest
-from kvkin.kv.plan import LayerGroup, ReusePlan, Segment
-from kvkin.kv.provenance import Provenance
-from kvkin.router.chains import Match
+from kvkin.kv.plan import ReusePlan
+from kvkin.kv.provenance import exact_provenance
+from kvkin.router.chains import Match, Run
 from kvkin.router.drift_estimate import PairEstimate, left
 from kvkin.router.drift_types import DriftBound, DriftSettings, Group, Pair, SwitchedOff
 from kvkin.router.policy_types import Decision, FamilyView, PolicyRequest
-from kvkin.router.taints import Taints, foreign
+from kvkin.router.taints import History, Taints, foreign, group_of, holders_of
 from kvkin.transport.messages import DriftStatus, Reuse
 from kvkin.transport.node_messages import DriftCheck, DriftSample, DriftSource
 
@@ -54,7 +55,7 @@ class DriftWatch:
         self._family_of = {key: name for name, family in families.items() for key in family.models_of}
         self._pairs: dict[Pair, _Watched] = {}
         self._off: frozenset[Pair] = frozenset()
-        self._taints = Taints()
+        self._taints = Taints(self._whole)
         self._restore(remembered, now)
 
     # --- which requests are checked --------------------------------------------------------------------------------------
@@ -69,16 +70,15 @@ class DriftWatch:
         sources: dict[DriftSource, None] = {}
         inherited = False
         for segment in plan.segments:
-            holders = _provenances(segment)
-            inherited = inherited or not all(holder.exact for holder in holders)
+            inherited = inherited or not all(holder.exact for holder in holders_of(segment))
             for lineage_id in sorted(foreign(segment, receiver)):
                 if lineage_id in self._names:
                     name = self._names[lineage_id][0]
-                    sources[DriftSource(lineage_id, name, segment.kind, _group(segment))] = None
+                    sources[DriftSource(lineage_id, name, segment.kind, group_of(segment))] = None
         return DriftCheck(self._settings.tokens, tuple(sources), inherited) if sources else None
 
     def dispatched(self, plan: ReusePlan, receiver: bytes) -> None:
-        """Remember which pairs the blocks of a plan will come of."""
+        """Remember what the blocks of a plan will come of."""
         self._taints.learn(plan, receiver)
 
     # --- what checks show ------------------------------------------------------------------------------------------------
@@ -145,13 +145,12 @@ class DriftWatch:
     # --- what the policy sees --------------------------------------------------------------------------------------------
 
     def usable(self, matches: Sequence[Match]) -> Sequence[Match]:
-        """``matches`` without blocks that came of a pair that is off, and without what follows them.
+        """``matches`` with the losses of today's profiles, without blocks that came of a pair that is off and what follows them.
 
-        Blocks whose history is not known here (another router's plan, a restart) count as such while any pair of their family is off.
+        Blocks whose history is not known here (another router's plan, a group that is no longer offered) have an infinite loss:
+        they are of use to who asks for any reuse. While any pair of their family is off they count as having come of it.
         """
-        if not self._off:
-            return matches
-        return [cut for cut in map(self._trusted_part, matches) if cut is not None]
+        return [read for read in map(self._read, matches) if read is not None]
 
     def explained(self, decision: Decision, asked: PolicyRequest, matches: Sequence[Match]) -> Decision:
         """The decision with a word on what ``matches`` offered and was not looked at."""
@@ -161,7 +160,7 @@ class DriftWatch:
         offered = {run.provenance.lineage_id for match in matches for run in match.runs}
         off = [one for one in sorted(offered) if (one, receiver) in self._off and self._admitted(one, asked)]
         words = [f"{self._name(one)} is switched off as its sender ({self._pairs[one, receiver].why})" for one in off]
-        if any(self._trusted_part(match) is not match for match in matches):
+        if any((read := self._read(match)) is None or len(read.runs) < len(match.runs) for match in matches):
             words.append("blocks that came of a switched-off pair are not used")
         if not words:
             return decision
@@ -170,19 +169,32 @@ class DriftWatch:
             decision, reason=reason, plan=msgspec.structs.replace(decision.plan, reason=reason)
         )
 
-    def _trusted_part(self, match: Match) -> Match | None:
-        for number, run in enumerate(match.runs):
-            if not self._trusts(run.provenance):
-                return Match(match.node, match.runs[:number]) if number else None
-        return match
+    def _read(self, match: Match) -> Match | None:
+        """What ``usable`` makes of one match; itself where nothing changes, None where nothing is left."""
+        if all(run.provenance.exact for run in match.runs):
+            return match
+        runs: list[Run] = []
+        before = exact_provenance(match.runs[0].provenance.lineage_id)
+        for run in match.runs:
+            history = self._taints.traced(run.provenance, before)
+            if not self._trusts(history, run.provenance.lineage_id):
+                break
+            loss = math.inf if history is None else history.loss
+            before = run.provenance
+            if before.loss != loss:
+                before = msgspec.structs.replace(before, loss=loss)
+                run = msgspec.structs.replace(run, provenance=before)
+            runs.append(run)
+        if len(runs) == len(match.runs) and all(map(operator.is_, runs, match.runs)):
+            return match
+        return Match(match.node, tuple(runs)) if runs else None
 
-    def _trusts(self, provenance: Provenance) -> bool:
-        if provenance.exact:
+    def _trusts(self, history: History | None, lineage_id: bytes) -> bool:
+        if not self._off:
             return True
-        pairs = self._taints.pairs_of(provenance)
-        if pairs is not None:
-            return pairs.isdisjoint(self._off)
-        return self._family_of.get(provenance.lineage_id) not in {self._family_of[pair[1]] for pair in self._off}
+        if history is not None:
+            return history.pairs.isdisjoint(self._off)
+        return self._family_of.get(lineage_id) not in {self._family_of[pair[1]] for pair in self._off}
 
     def _admitted(self, sender: bytes, asked: PolicyRequest) -> bool:
         """Whether the request would have allowed some reuse of the pair."""
@@ -268,16 +280,6 @@ def _without(family: FamilyView, pairs: set[tuple[str, str]]) -> FamilyView:
         return family
     groups = {pair: choices for pair, choices in family.groups.items() if pair not in pairs}
     return msgspec.structs.replace(family, groups=groups)
-
-
-def _provenances(segment: Segment) -> list[Provenance]:
-    holders = [source.holder.provenance for source in segment.sources]
-    return holders if segment.e_holder is None else [*holders, segment.e_holder.provenance]
-
-
-def _group(segment: Segment) -> Group:
-    group = segment.recompute
-    return (group.start, group.stop) if isinstance(group, LayerGroup) else None
 
 
 __all__ = ["DriftBound", "DriftSettings", "DriftWatch", "SwitchedOff", "chosen"]

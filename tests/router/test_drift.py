@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from policy_world import BLOCK, FAMILY, LAYERS, LINEAGES, exact, held, node, request, run, view
 
 from kvkin.kv.plan import Holder, LayerGroup, LayerSource, PlanKind, ReusePlan, Segment, private_plan, provenances
+from kvkin.kv.provenance import Provenance
 from kvkin.router import policy
 from kvkin.router.drift import DriftWatch, chosen
 from kvkin.router.drift_estimate import Decayed, PairEstimate, left
@@ -452,48 +453,53 @@ def test_a_taint_is_followed_through_several_models() -> None:
         assert bool(watching.usable([tainted_match(second, "other", "d2")])) is used, bad
 
 
+def pairs_of(taints: Taints, provenance: Provenance) -> frozenset[tuple[bytes, bytes]] | None:
+    history = taints.history_of(provenance)
+    return None if history is None else history.pairs
+
+
 def test_taints_are_bounded_and_forget_what_was_used_longest_ago() -> None:
-    taints = Taints(most=4)
+    taints = Taints({"f": FAMILY}, most=4)
     made = [plan(("base", 0, stop, PARTIAL), tail=3) for stop in range(1, 8)]
     for one in made:
         taints.learn(one, IDS["full"])
     assert len(taints) == 4
     newest, oldest = provenances(made[-1], IDS["full"])[-1], provenances(made[0], IDS["full"])[-1]
-    assert taints.pairs_of(newest) == {(IDS["base"], IDS["full"])}
-    assert taints.pairs_of(oldest) is None
-    assert taints.pairs_of(exact("full")) == frozenset()
+    assert pairs_of(taints, newest) == {(IDS["base"], IDS["full"])}
+    assert pairs_of(taints, oldest) is None
+    assert pairs_of(taints, exact("full")) == frozenset()
     before = len(taints)
     taints.learn(plan(("full", 0, 4, EXACT)), IDS["full"])
     assert len(taints) == before
 
 
-def test_a_set_of_pairs_is_kept_for_as_long_as_a_block_needs_it() -> None:
-    """Nothing is ever cleaned up in one go: with many sets that would be a look at all of them for every plan."""
-    taints, receivers = Taints(most=6), [bytes([number]) for number in range(40)]
+def test_a_history_is_kept_for_as_long_as_a_block_needs_it() -> None:
+    """Nothing is ever cleaned up in one go: with many of them that would be a look at all of them for every plan."""
+    taints, receivers = Taints({"f": FAMILY}, most=6), [bytes([number]) for number in range(40)]
     for receiver in receivers:
         for stop in (2, 4):
             taints.learn(plan(("base", 0, stop, PARTIAL)), receiver)
-        assert taints.num_sets <= 3
+        assert taints.num_histories <= 3
     assert len(taints) == 6
     for _ in range(3):  # the same again: nothing is counted twice
         taints.learn(plan(("base", 0, 2, PARTIAL)), receivers[0])
     for receiver in receivers[-3:]:
         taints.learn(plan(("base", 0, 2, PARTIAL)), receiver)
-    assert (len(taints), taints.num_sets) == (6, 3)
+    assert (len(taints), taints.num_histories) == (6, 3)
     for receiver in receivers[-3:]:
         after = provenances(plan(("base", 0, 2, PARTIAL)), receiver)[-1]
-        assert taints.pairs_of(after) == {(IDS["base"], receiver)}
+        assert pairs_of(taints, after) == {(IDS["base"], receiver)}
 
 
 def test_what_follows_unknown_blocks_is_unknown() -> None:
-    taints = Taints()
+    taints = Taints({"f": FAMILY})
     receiver = IDS["full"]
     unknown = provenances(plan(("base", 0, 2, PARTIAL)), receiver)[0]
     kept = Segment(0, 32, (LayerSource(LayerGroup(0, LAYERS), Holder("n", unknown)),), kind=PARTIAL)
     more = msgspec.structs.replace(plan(("other", 0, 2, PARTIAL)).segments[0], start=32, stop=64)
     made = ReusePlan((kept, more, Segment(64, 70)))
     taints.learn(made, receiver)
-    assert all(taints.pairs_of(one) is None for one in provenances(made, receiver))
+    assert all(pairs_of(taints, one) is None for one in provenances(made, receiver))
 
 
 # --- over a restart ----------------------------------------------------------------------------------------------------------
