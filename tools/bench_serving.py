@@ -1,7 +1,7 @@
 """``kvkin bench serving``: an open-loop load on a running cluster, with and without sharing on the same nodes in one run.
 
 This process only asks (through the ZeroMQ client, like any user) and measures; with ``--start`` it also starts the cluster of
-a file and stops it. The parts: options (``bench_serving_options.py``), workloads (``load_*.py``), one point (``load_runner.py``), the
+a file and stops it. The parts: options (``bench_serving_options.py``, ``bench_serving_plan.py``), workloads (``load_*.py``), one point (``load_runner.py``), the
 sweep (``bench_serving_sweep.py``), figures, report and plots (``bench_serving_*.py``).
 """
 
@@ -29,6 +29,7 @@ from kvkin.configs.loader import load_cluster, show_cluster
 from kvkin.configs.schema import ClusterConfig
 from kvkin.kv.errors import ConfigError, KvkinError
 from kvkin.tools import bench_serving_options as options
+from kvkin.tools import bench_serving_plan as plan
 from kvkin.tools import bench_serving_report as reports
 from kvkin.tools.bench_serving_plots import write_plots
 from kvkin.tools.bench_serving_progress import Progress, stderr_console
@@ -47,40 +48,43 @@ EXIT_NOTHING, EXIT_INTERRUPTED = 1, 130
 REGISTER_S = 30.0
 
 
+@tyro.conf.configure(tyro.conf.OmitArgPrefixes)
 @dataclass(frozen=True)
 class BenchServing:
     """Load a cluster at rising rates, with sharing and without, and report latencies, goodput and what was reused.
 
     Latencies count from each request's intended arrival. Ctrl-C reports the points that were completed.
+
+    Example: kvkin bench serving --start --rates 0.5 1 2 --repeats 3 --slo-ttft 2 --out results
     """
 
-    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Cluster file; default: configs/clusters/local.yaml. Its first router is asked."""
-
-    address: Annotated[str | None, tyro.conf.arg(metavar="ADDRESS")] = None
-    """Address of a router instead, such as tcp://10.0.0.1:5570; needs --vocab."""
-
-    start: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Start the cluster of the file here, on free ports, and stop it in the end."""
-
-    load: Annotated[options.LoadOptions, tyro.conf.arg(name="")] = field(default_factory=options.LoadOptions)
-    agents: Annotated[options.AgentOptions, tyro.conf.arg(name="")] = field(default_factory=options.AgentOptions)
-    trace: Annotated[options.TraceOptions, tyro.conf.arg(name="")] = field(default_factory=options.TraceOptions)
-    measure: Annotated[options.MeasureOptions, tyro.conf.arg(name="")] = field(default_factory=options.MeasureOptions)
-
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print one JSON object instead of tables."""
-
-    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """Also write results.json, requests.csv and plots (SVG and PNG; needs matplotlib) there."""
+    cluster: Annotated[options.ClusterOptions, tyro.conf.arg(name="cluster")] = field(
+        default_factory=options.ClusterOptions
+    )
+    load: Annotated[options.LoadOptions, tyro.conf.arg(name="load")] = field(default_factory=options.LoadOptions)
+    models: Annotated[options.ModelOptions, tyro.conf.arg(name="model")] = field(default_factory=options.ModelOptions)
+    agents: Annotated[options.AgentOptions, tyro.conf.arg(name="agent workload")] = field(
+        default_factory=options.AgentOptions
+    )
+    trace: Annotated[options.TraceOptions, tyro.conf.arg(name="trace workload")] = field(
+        default_factory=options.TraceOptions
+    )
+    compare: Annotated[options.CompareOptions, tyro.conf.arg(name="comparison")] = field(
+        default_factory=options.CompareOptions
+    )
+    limits: Annotated[options.LimitOptions, tyro.conf.arg(name="limit")] = field(default_factory=options.LimitOptions)
+    output: Annotated[options.OutputOptions, tyro.conf.arg(name="output")] = field(
+        default_factory=options.OutputOptions
+    )
 
     def run(self) -> int:
-        settings = options.sweep_settings(self.load, self.measure)
-        options.check_workload(self.load, self.trace)
-        if self.out is not None:
+        settings = plan.sweep_settings(self.load, self.models, self.compare, self.limits)
+        plan.check_workload(self.load, self.trace)
+        if self.output.out is not None:
             check_plots("or leave out --out")
-        if self.address is not None and (self.start or self.load.vocab is None):
-            problem = "given with --start" if self.start else "given without --vocab"
+        cluster = self.cluster
+        if cluster.address is not None and (cluster.start or self.models.vocab is None):
+            problem = "given with --start" if cluster.start else "given without --vocab"
             raise ConfigError("--address", problem, "--config FILE, or --address ADDRESS --vocab START STOP")
         bench = Bench(self, settings)
         return uvloop.run(bench.run())
@@ -120,29 +124,29 @@ class Bench:
         return 0 if any(result.figures.counts.finished for result in self.results) else EXIT_NOTHING
 
     async def _measure(self) -> None:
-        command = self._command
+        cluster = self._command.cluster
         async with contextlib.AsyncExitStack() as stack:
             config: ClusterConfig | None = None
-            if command.start:
-                config = demo_config(command.config)
+            if cluster.start:
+                config = demo_config(cluster.config)
                 prepare_missing(config)
                 address = await stack.enter_async_context(self._started(config))
             else:
-                address = router_address(command.config, command.address)
-                if command.address is None:
-                    config = load_cluster(command.config or DEFAULT_CONFIG)
+                address = router_address(cluster.config, cluster.address)
+                if cluster.address is None:
+                    config = load_cluster(cluster.config or DEFAULT_CONFIG)
             client = await stack.enter_async_context(AsyncClient(address))
-            if config is not None and command.start:
+            if config is not None and cluster.start:
                 workers = set(config.prefill_nodes) | set(config.decode_nodes)
                 await status_until(client.status, lambda now: {one.name for one in now.nodes} >= workers, REGISTER_S)
             await self._sweep_on(client, config)
 
     async def _sweep_on(self, client: AsyncClient, config: ClusterConfig | None) -> None:
         command, settings = self._command, self._settings
-        entries = options.choose_models(command.load.models, await client.models())
+        entries = plan.choose_models(command.models.models, await client.models())
         vocabulary = self._vocabulary(config, entries[0].family)
-        workload = options.build_workload(command.load, command.agents, command.trace, entries, vocabulary)
-        await asyncio.to_thread(check_loads, workload, settings, options.room(entries))
+        workload = plan.build_workload(command.load, command.models, command.agents, command.trace, entries, vocabulary)
+        await asyncio.to_thread(check_loads, workload, settings, plan.room(entries))
         nodes = (await client.status()).nodes
         points = plan_points(settings.arms, workload.rates, settings.repeats)
         self._known = {
@@ -156,10 +160,10 @@ class Bench:
         watcher = _Saving(progress, self)
         self._sweep = Sweep(client, workload, [entry.name for entry in entries], settings, watcher)
         async with progress.showing():
-            await self._sweep.run(TokenSource(vocabulary, command.load.seed, f"{settings.salt}/wake"))
+            await self._sweep.run(TokenSource(vocabulary, command.models.seed, f"{settings.salt}/wake"))
 
     def _vocabulary(self, config: ClusterConfig | None, family: str) -> NDArray[np.int64]:
-        bounds = self._command.load.vocab
+        bounds = self._command.models.vocab
         if bounds is not None:
             return range_vocabulary(bounds)
         assert config is not None, "--address without --vocab is refused"
@@ -192,29 +196,31 @@ class Bench:
         settings = {
             "kvkin": __version__,
             **_plain(asdict(command.load)),
+            **_plain(asdict(command.models)),
             "agents": _plain(asdict(command.agents)),
             "trace": _plain(asdict(command.trace)),
-            **_plain(asdict(command.measure)),
-            "config": None if command.config is None else str(command.config),
-            "address": command.address,
-            "started": command.start,
+            **_plain(asdict(command.compare)),
+            **_plain(asdict(command.limits)),
+            "config": None if command.cluster.config is None else str(command.cluster.config),
+            "address": command.cluster.address,
+            "started": command.cluster.start,
             **self._known,
             "complete": complete,
         }
         objective = self._settings.objective
-        return reports.report(settings, self.results, objective, command.load.seed, resamples=resamples)
+        return reports.report(settings, self.results, objective, command.models.seed, resamples=resamples)
 
     def save(self) -> None:
         """Write what there is by now, without what takes long to compute."""
-        if self._command.out is not None:
-            reports.write(self._command.out, self.whole(complete=False, resamples=0), self.results)
+        if self._command.output.out is not None:
+            reports.write(self._command.output.out, self.whole(complete=False, resamples=0), self.results)
 
     def _report(self, *, complete: bool) -> None:
-        whole, out = self.whole(complete=complete), self._command.out
+        whole, out = self.whole(complete=complete), self._command.output.out
         if out is not None and self.results:
             reports.write(out, whole, self.results)
             write_plots(out, whole)
-        if self._command.json:
+        if self._command.output.json:
             print(json.dumps(whole))
         else:
             console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)

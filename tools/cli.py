@@ -99,7 +99,10 @@ GROUPS = (
         "Fine-tune and measure",
         (
             Command(
-                "finetune", f"{_TOOLS}.finetune:Finetune", "...", "train a fine-tune and score it against its base"
+                "finetune",
+                f"{_TOOLS}.finetune:FinetuneCommand",
+                "...",
+                "train a fine-tune and score it against its base",
             ),
             Command(
                 "profile",

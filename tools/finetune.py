@@ -12,13 +12,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from kvkin.kv.errors import ConfigError
+from kvkin.tools import finetune_options as options
 from kvkin.tools.finetune_card import Card, write_card
 from kvkin.tools.finetune_data import Corpus, Probe, Prompts, Sample, epoch_samples, read_qa, read_text
 from kvkin.tools.finetune_method import METHODS, check_method
@@ -35,8 +36,9 @@ EXIT_INTERRUPTED = 130  # what a shell shows after Ctrl-C
 _FREE_ON_RESUME = {"base", "data", "out", "threads", "eval_samples", "resume", "overwrite", "data_note"}
 
 
+@tyro.conf.configure(tyro.conf.OmitArgPrefixes)
 @dataclass(frozen=True)
-class Finetune:
+class FinetuneCommand:
     """Fine-tune a base on question answering (SQuAD format) or plain text, and score it before and after.
 
     --method lora trains small matrices beside the weights: megabytes on disk, little memory, many adapters of one base
@@ -47,74 +49,28 @@ class Finetune:
 
     A cluster file names the result as "adapter:" or as "checkpoint:" of a member. With --layers A-B either leaves the layers
     below A as they are, and shares their KV exactly.
+
+    Example: kvkin finetune --task qa --data train-v2.0.json --layers 15-30 --out models/my-qa
     """
 
-    task: Literal["qa", "code"]
-    """What is learned: extractive question answering, or the continuation of plain text such as source code."""
+    task: Annotated[options.TaskOptions, tyro.conf.arg(name="task")]
+    output: Annotated[options.OutputOptions, tyro.conf.arg(name="output")]
+    method: Annotated[options.MethodOptions, tyro.conf.arg(name="method")] = field(
+        default_factory=options.MethodOptions
+    )
+    training: Annotated[options.TrainingOptions, tyro.conf.arg(name="training")] = field(
+        default_factory=options.TrainingOptions
+    )
 
-    data: str
-    """qa: a SQuAD-format JSON file. code: a folder or file of text, or 'stdlib' for this Python's own sources."""
+    def run(self) -> int:
+        """Do it. Returns the exit code; raises ConfigError."""
+        groups = (self.task, self.output, self.method, self.training)
+        return Finetune(**{name: value for group in groups for name, value in vars(group).items()}).run()
 
-    out: Path
-    """Folder for the adapter or the checkpoint, and its card; while a run is unfinished it holds the checkpoint too."""
 
-    method: Literal["lora", "full"] = "lora"
-    """A LoRA adapter, or a checkpoint in which all parameters of the layers are tuned."""
-
-    base: Path | None = None
-    """Folder of the base model (safetensors with tokenizer); default: SmolLM2-135M-Instruct, converted on first use."""
-
-    base_name: str = ""
-    """Name of the base in the card and in the adapter's config; default: the base folder's own name."""
-
-    rank: int = 16
-    """lora: rank of the matrices (1 to 256)."""
-
-    alpha: float | None = None
-    """lora: scale times rank; default: twice the rank."""
-
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """lora: names of the linear modules that get matrices."""
-
-    layers: str = "all"
-    """Layers that are trained, half-open: '15-30' is layer 15 up to and without 30; full: 'all' has the final norm too."""
-
-    train_embeddings: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """full: train embeddings and output head as well; the result shares no KV with its base then."""
-
-    learning_rate: float | None = None
-    """Peak learning rate of AdamW, after a linear warm-up and before a cosine decay to a tenth; default: 5e-4 for lora,
-    1e-4 for full."""
-
-    epochs: int = 3
-    """Passes over the training split, unless max_tokens_budget ends the run before."""
-
-    max_tokens_budget: int = 200_000
-    """Tokens to read in training at most, over all epochs."""
-
-    seq_len: int = 1024
-    """Tokens of a training sequence at most."""
-
-    batch_samples: int = 4
-    """Sequences per optimizer step."""
-
-    seed: int = 0
-    """Seed of an adapter's start values and of the order of the samples; the split does not depend on it."""
-
-    threads: int = 0
-    """CPU threads of torch; 0 leaves torch's own choice."""
-
-    eval_samples: int = 160
-    """Held-out prompts on which base and fine-tune are scored; 0 scores nothing."""
-
-    data_note: str = ""
-    """Origin and licence of the data, quoted in the card."""
-
-    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Continue the interrupted run in out, from its checkpoint."""
-
-    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Replace the result or the unfinished run that out already holds."""
+@dataclass(frozen=True, kw_only=True)
+class Finetune(options.TaskOptions, options.MethodOptions, options.TrainingOptions, options.OutputOptions):
+    """One run, with all options as its own fields."""
 
     def run(self) -> int:
         """Train, save, score, write the card. Returns the exit code: 0, or 130 after Ctrl-C with a checkpoint kept."""
@@ -292,7 +248,7 @@ def _errors_as_exit() -> Iterator[None]:
 def main() -> int:
     """``python -m kvkin.tools.finetune``: the same as ``kvkin finetune``."""
     with _errors_as_exit():
-        return tyro.cli(Finetune, prog="kvkin finetune").run()
+        return tyro.cli(FinetuneCommand, prog="kvkin finetune").run()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
 from mock_node import MockNode, choose_privately, make_settings, until
@@ -28,8 +29,9 @@ from kvkin.router.node import RouterNode
 from kvkin.router.settings import Timeouts
 from kvkin.tools import bench_serving as bench
 from kvkin.tools import bench_serving_options as options
+from kvkin.tools import bench_serving_plan as plan
 from kvkin.tools import bench_serving_sweep
-from kvkin.tools.bench_serving_sweep import asking_for, plan_points
+from kvkin.tools.bench_serving_sweep import SweepSettings, asking_for, plan_points
 from kvkin.tools.cli import main
 from kvkin.tools.load_runner import Asking
 from kvkin.tools.local import LocalCluster
@@ -43,7 +45,6 @@ LOST = ("timed_out", "cut_off", "not_sent", "abandoned", "never_due")
 
 def command_for(address: str, out: Path | None = None, **parts: Any) -> bench.BenchServing:
     """Four short sessions at a rate that makes them overlap."""
-    load = {"vocab": (3, 250), "rates": (20.0,), "salt": "s"} | parts.get("load", {})
     agents = {
         "sessions": 4,
         "session_turns": "3",
@@ -52,20 +53,24 @@ def command_for(address: str, out: Path | None = None, **parts: Any) -> bench.Be
         "new_tokens": "8",
         "output_tokens": "4",
     }
-    measure = {"reuse": "any", "slo_ttft_s": 60.0} | parts.get("measure", {})
     return bench.BenchServing(
-        address=address,
-        json=True,
-        out=out,
-        load=options.LoadOptions(**load),
-        agents=options.AgentOptions(**agents | parts.get("agents", {})),  # type: ignore[arg-type]
+        cluster=options.ClusterOptions(address=address),
+        load=options.LoadOptions(**{"rates": (20.0,)} | parts.get("load", {})),
+        models=options.ModelOptions(**{"vocab": (3, 250), "salt": "s"} | parts.get("models", {})),
+        agents=options.AgentOptions(**agents | parts.get("agents", {})),
         trace=options.TraceOptions(**parts.get("trace", {})),
-        measure=options.MeasureOptions(**measure),
+        compare=options.CompareOptions(**{"reuse": "any", "slo_ttft_s": 60.0} | parts.get("compare", {})),
+        limits=options.LimitOptions(**parts.get("limits", {})),
+        output=options.OutputOptions(json=True, out=out),
     )
 
 
+def settings_of(command: bench.BenchServing) -> SweepSettings:
+    return plan.sweep_settings(command.load, command.models, command.compare, command.limits)
+
+
 async def run(command: bench.BenchServing) -> int:
-    return await bench.Bench(command, options.sweep_settings(command.load, command.measure)).run()
+    return await bench.Bench(command, settings_of(command)).run()
 
 
 def json_lines(printed: pytest.CaptureFixture[str] | str) -> list[dict[str, Any]]:
@@ -88,7 +93,7 @@ def check_accounts(point: dict[str, Any]) -> None:
 async def test_three_arms_on_a_tiny_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     async with LocalCluster(load_cluster(make_cluster(tmp_path))) as cluster:
-        command = command_for(cluster.router.client_address, out, measure={"repeats": 2, "warm_up": "1"})
+        command = command_for(cluster.router.client_address, out, compare={"repeats": 2, "warm_up": "1"})
         assert await run(command) == 0
         replay = tmp_path / "trace.jsonl"
         lines = [
@@ -101,7 +106,7 @@ async def test_three_arms_on_a_tiny_cluster(tmp_path: Path, capsys: pytest.Captu
             cluster.router.client_address,
             trace={"trace": replay, "speed_up": (30.0,), "max_output_tokens": 6},
             load={"rates": ()},
-            measure={"arms": ("sharing",)},
+            compare={"arms": ("sharing",)},
         )
         assert await run(traced) == 0
     agents, trace = json_lines(capsys)
@@ -192,16 +197,16 @@ async def test_a_node_that_is_gone_and_models_that_are_none(tmp_path: Path) -> N
             await run(command_for(address))
         async with MockNode(router.node_address, "d0", answer=(10, 11, 12, 13)):
             with pytest.raises(ConfigError, match=r"--models: the cluster has no model 'bas' .*did you mean 'base'"):
-                await run(command_for(address, load={"models": ("bas",)}))
+                await run(command_for(address, models={"models": ("bas",)}))
             with pytest.raises(ConfigError, match="--context-tokens: a prompt with its answer has"):
                 await run(command_for(address, agents={"context_tokens": "500"}))
             with pytest.raises(
                 ConfigError, match="--duration: at 20 requests/s 12 requests arrive, 12 of them in the warm-up"
             ):
-                await run(command_for(address, measure={"warm_up": "12"}))
+                await run(command_for(address, compare={"warm_up": "12"}))
             # known, but nobody serves it: noticed when every model answers once
             with pytest.raises(NodeUnavailable):
-                await run(command_for(address, load={"models": ("base", "tuned")}))
+                await run(command_for(address, models={"models": ("base", "tuned")}))
 
 
 async def test_a_busy_cluster_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +216,7 @@ async def test_a_busy_cluster_is_not_measured(tmp_path: Path, capsys: pytest.Cap
     ):
         node.load = NodeLoad(running=1)
         with pytest.raises(NodeUnavailable, match=r"not idle within 0\.3 s.*d0 1 running.*does somebody else use it"):
-            await run(command_for(router.client_address, measure={"idle_s": 0.3}))
+            await run(command_for(router.client_address, limits={"idle_s": 0.3}))
     assert not json_lines(capsys)
 
 
@@ -229,8 +234,8 @@ async def test_a_router_too_busy_to_answer_is_asked_again(monkeypatch: pytest.Mo
                 raise answer
             return answer
 
-    settings = options.sweep_settings(options.LoadOptions(), options.MeasureOptions())
-    sweep: Any = bench_serving_sweep.Sweep(Busy(), None, (), settings, None)  # type: ignore[arg-type]
+    settings = settings_of(bench.BenchServing())
+    sweep: Any = bench_serving_sweep.Sweep(Busy(), None, (), settings, None)
     assert await sweep._idle() is idle
 
 
@@ -258,7 +263,7 @@ async def test_points_before_a_failure_are_reported(tmp_path: Path, capsys: pyte
         MockNode(router.node_address, "d0", answer=(10, 11, 12, 13)) as node,
     ):
         out = tmp_path / "out"
-        command = command_for(router.client_address, out, measure={"idle_s": 3.0, "arms": ("off", "own")})
+        command = command_for(router.client_address, out, limits={"idle_s": 3.0}, compare={"arms": ("off", "own")})
         running = asyncio.create_task(run(command))
         # busy for ever once the first point is there
         await until(lambda: (out / "results.json").exists() or running.done())
@@ -276,7 +281,7 @@ async def test_ctrl_c_cancels_what_is_in_flight(tmp_path: Path, capsys: pytest.C
         MockNode(router.node_address, "d0", answer=(10, 11, 12, 13)) as node,
     ):
         woken = 3  # one answer an arm
-        command = command_for(router.client_address, measure={"arms": ("off", "own", "sharing")})
+        command = command_for(router.client_address, compare={"arms": ("off", "own", "sharing")})
         running = asyncio.create_task(run(command))
         await until(lambda: node.count(Execute) == woken)
         node.mode = "stream"
@@ -402,17 +407,18 @@ def test_what_cannot_be_is_one_line_and_exit_2(typed: list[str], said: str, caps
 
 def test_options_that_need_the_cluster_are_checked_too() -> None:
     entries = [ModelEntry("a", "x", 100, ("d0",)), ModelEntry("b", "y", 50, ("d1",)), ModelEntry("c", "x", 80, ())]
-    assert [entry.name for entry in options.choose_models((), entries[:1] + entries[2:])] == ["a"]
-    assert [entry.name for entry in options.choose_models(("c", "a"), entries)] == ["c", "a"]
+    assert [entry.name for entry in plan.choose_models((), entries[:1] + entries[2:])] == ["a"]
+    assert [entry.name for entry in plan.choose_models(("c", "a"), entries)] == ["c", "a"]
     for wanted, said in (((), "of the families x, y"), (("a", "a"), "given twice"), (("z",), "has no model 'z'")):
         with pytest.raises(ConfigError, match=said):
-            options.choose_models(wanted, entries)
-    assert options.room(entries) == 50
-    vocabulary = options.np.arange(20)
+            plan.choose_models(wanted, entries)
+    assert plan.room(entries) == 50
+    vocabulary = np.arange(20)
 
     def workload(agents: dict[str, Any], trace: dict[str, Any]) -> Any:
-        return options.build_workload(
+        return plan.build_workload(
             options.LoadOptions(),
+            options.ModelOptions(),
             options.AgentOptions(**agents),
             options.TraceOptions(**trace),
             entries[:1],
@@ -429,20 +435,18 @@ def test_options_that_need_the_cluster_are_checked_too() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             workload(agents, trace)
-    assert workload({}, {}).rates == options.DEFAULT_RATES
-    assert workload({}, {}).common.duration_s == options.DEFAULT_DURATION_S
+    assert workload({}, {}).rates == plan.DEFAULT_RATES
+    assert workload({}, {}).common.duration_s == plan.DEFAULT_DURATION_S
     assert workload({"sessions": 3}, {}).common.duration_s is None
 
 
 def test_arms_ask_for_what_they_are_named_after() -> None:
-    measure = options.MeasureOptions(
-        reuse="exact", max_loss=0.1, share_hint=2.0, deadline_s=9.0, slo_ttft_s=3.0, send_slo=True
-    )
-    settings = options.sweep_settings(options.LoadOptions(), measure)
+    compare = options.CompareOptions(reuse="exact", max_loss=0.1, share_hint=2.0, slo_ttft_s=3.0, send_slo=True)
+    settings = settings_of(bench.BenchServing(compare=compare, limits=options.LimitOptions(deadline_s=9.0)))
     assert asking_for("sharing", settings) == Asking(Reuse.EXACT, 0.1, True, 2.0, 9.0, 3.0)
     assert asking_for("own", settings) == Asking(Reuse.OWN, deadline_s=9.0)
     assert asking_for("off", settings) == Asking(Reuse.OFF, publish=False, deadline_s=9.0)
-    silent = options.sweep_settings(options.LoadOptions(), options.MeasureOptions(slo_ttft_s=3.0))
+    silent = settings_of(bench.BenchServing(compare=options.CompareOptions(slo_ttft_s=3.0)))
     assert asking_for("sharing", silent).ttft_slo_s is None
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import logging
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+import tyro
 
 from kvkin.kv.errors import NodeUnavailable
 from kvkin.tools import cli, lifeline, logs
@@ -74,6 +78,35 @@ def test_a_group_word_alone_lists_its_commands(capsys: pytest.CaptureFixture[str
     assert "kvkin config show FILE" in capsys.readouterr().out
     assert cli.main(["bench", "--help"]) == 0
     assert "kvkin bench router" in capsys.readouterr().out
+
+
+LONG = {
+    "bench serving": "cluster, load, model, agent workload, trace workload, comparison, limit, output",
+    "finetune": "task, output, method, training",
+}
+MOST_IN_A_GROUP = 9
+
+
+@pytest.mark.parametrize("words", LONG)
+def test_long_help_comes_in_groups_with_an_example_that_parses(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words.split(), "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    groups: dict[str, int] = {}
+    for line in said.splitlines():
+        # boxes are drawn with other characters where the output takes no Unicode
+        title, option = re.match(r"\W+([a-z ]+) options \W+$", line), re.match(r"\W --[a-z]", line)
+        if title is not None:
+            groups[title[1]] = 0
+        elif option is not None:
+            groups[list(groups)[-1]] += 1
+    assert ", ".join(name for name, count in groups.items() if count) == LONG[words]
+    assert max(groups.values()) <= MOST_IN_A_GROUP
+    (example,) = [line for line in said.splitlines() if line.startswith("Example: ")]
+    typed = shlex.split(example.removeprefix(f"Example: kvkin {words} "))
+    module, name = cli.COMMANDS[words].target.split(":")
+    assert hasattr(tyro.cli(getattr(importlib.import_module(module), name), args=typed), "run")
 
 
 def test_version_names_what_decides_how_kv_looks(capsys: pytest.CaptureFixture[str]) -> None:
