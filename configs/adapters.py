@@ -1,8 +1,8 @@
 """LoRA adapters in peft's format: which layers they touch and with what, so that all others stay shared with the base.
 
-A module's contribution is (A, B, effective scaling): the same numbers whatever the adapter is called. What this project's
-engines do not run the plain way (DoRA, trained embeddings, new spellings of peft) is refused by name. Called by
-``configs.checkpoints``.
+A module's contribution is (A, B, effective scaling): the same numbers whatever the adapter is called. The head may be changed
+as well: no KV depends on it, but answers do. What this project's engines do not run the plain way (DoRA, trained embeddings, new
+spellings of peft) is refused by name. Called by ``configs.checkpoints``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvkin.configs.digests import DigestCache, Progress, tensor_digests
-from kvkin.configs.layer_tensors import ModelTensors, canonical_name
+from kvkin.configs.layer_tensors import HEAD, ModelTensors, canonical_name
 from kvkin.configs.safetensors_files import WEIGHT_DTYPES, TensorRef, read_json, read_tensors
 from kvkin.kv.errors import ConfigError
 from kvkin.kv.hashing import digest
@@ -34,11 +35,15 @@ _KNOWN = {
 _INIT_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight")
+# The head's own weights as peft stores them: trained (modules_to_save), or the base's beside a LoRA on it.
+_HEAD_WEIGHT = re.compile(r"lm_head\.(?:modules_to_save\.(?:default\.)?|base_layer\.)?weight")
+_HEAD_MODULE = "lm_head"
+HEAD_LAYER = -1  # where a module of the head stands
 _LAYER_MODULE = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 class AdapterModule(msgspec.Struct, frozen=True):
-    """LoRA on one linear module of a layer: its weight becomes W + scaling x B A."""
+    """LoRA on one linear module of a layer, or of the head (``HEAD_LAYER``): its weight becomes W + scaling x B A."""
 
     layer: int
     module: str  # canonical, e.g. self_attn.k_proj
@@ -47,28 +52,51 @@ class AdapterModule(msgspec.Struct, frozen=True):
     scaling: float
 
 
-def read_adapter(folder: Path, base: ModelTensors, key: str) -> list[AdapterModule]:
-    """The modules of the layers that an adapter touches; ConfigError under ``key`` if it cannot be used on ``base``."""
+class Adapter(msgspec.Struct, frozen=True):
+    """What an adapter changes. ``head`` takes the place of the base's head (none: it is kept)."""
+
+    modules: tuple[AdapterModule, ...]
+    head: TensorRef | None = None
+
+
+def read_adapter(folder: Path, base: ModelTensors, key: str) -> Adapter:
+    """What an adapter changes; ConfigError under ``key`` if it cannot be used on ``base``."""
     config = read_json(folder / ADAPTER_CONFIG, key)
     _refuse_variants(config, key)
     halves: dict[str, dict[str, TensorRef]] = {}
+    head: TensorRef | None = None
     for name, tensor in read_tensors(folder, "adapter_model", key).items():
         stripped = canonical_name(re.sub(r"^base_model\.model\.", "", name))
-        if stripped.startswith("lm_head."):
-            continue  # behind the last layer: changes answers, but no KV
+        if _HEAD_WEIGHT.fullmatch(stripped):
+            head = tensor
+            continue
         if "embedding" in stripped or stripped.startswith("embed_tokens."):
             raise ConfigError(key, f"{name}: the adapter changes embeddings", "LoRA on the linear modules of layers")
         match = _TENSOR.fullmatch(stripped)
         if match is None:
             raise ConfigError(key, f"{name} is no LoRA matrix", "tensors named ...lora_A.weight and ...lora_B.weight")
         halves.setdefault(match["module"], {})[match["half"]] = tensor
-    return [_module(module, pair, config, base, key) for module, pair in sorted(halves.items())]
+    _check_head(head, _HEAD_MODULE in halves, config, base, key)
+    return Adapter(tuple(_module(module, pair, config, base, key) for module, pair in sorted(halves.items())), head)
+
+
+def _check_head(head: TensorRef | None, lora: bool, config: dict[str, Any], base: ModelTensors, key: str) -> None:
+    tied = HEAD not in base.after
+    if tied and (lora or (head is not None and config.get("ensure_weight_tying"))):
+        # merged into the one matrix that both are, it would change the KV of every layer
+        problem = "the adapter changes lm_head, which is the embedding of its base (tie_word_embeddings)"
+        raise ConfigError(key, problem, "modules_to_save: lm_head, or a base with a head of its own")
+    if head is not None and head.shape != base.head.shape:
+        problem = f"lm_head {list(head.shape)} does not fit {list(base.head.shape)}"
+        raise ConfigError(key, problem, "an adapter made for this checkpoint")
+    if head is not None and head.dtype not in WEIGHT_DTYPES:
+        raise ConfigError(key, f"lm_head is {head.dtype}", ", ".join(WEIGHT_DTYPES))
 
 
 def adapter_digests(
-    modules: list[AdapterModule], cache: DigestCache, key: str, progress: Progress | None = None
+    modules: Sequence[AdapterModule], cache: DigestCache, key: str, progress: Progress | None = None
 ) -> dict[int, dict[str, bytes]]:
-    """Layer -> canonical name -> digest of what the adapter does there."""
+    """Layer (``HEAD_LAYER``: the head) -> canonical name -> digest of what the adapter does there."""
     named: list[TensorRef] = []
     for index, module in enumerate(modules):
         named += [
@@ -87,10 +115,15 @@ def _module(
     module: str, pair: dict[str, TensorRef], config: dict[str, Any], base: ModelTensors, key: str
 ) -> AdapterModule:
     match = _LAYER_MODULE.fullmatch(module)
-    if match is None or int(match[1]) >= len(base.layers):
-        raise ConfigError(key, f"the adapter changes {module}", f"modules of layers 0 to {len(base.layers) - 1}")
-    layer, name = int(match[1]), match[2]
-    weight = base.layers[layer].get(f"{name}.weight")
+    weight: TensorRef | None
+    if module == _HEAD_MODULE:
+        layer, name, weight = HEAD_LAYER, module, base.head
+    elif match is None or int(match[1]) >= len(base.layers):
+        allowed = f"modules of layers 0 to {len(base.layers) - 1}, and {_HEAD_MODULE}"
+        raise ConfigError(key, f"the adapter changes {module}", allowed)
+    else:
+        layer, name = int(match[1]), match[2]
+        weight = base.layers[layer].get(f"{name}.weight")
     if weight is None or len(weight.shape) != 2:
         raise ConfigError(
             key, f"the adapter changes {module}, which the base does not have", "linear modules of the base"

@@ -26,6 +26,7 @@ _COMMON_DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": None,
     "head_dim": None,
     "sliding_window": None,
+    "tie_word_embeddings": False,
 }
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
@@ -59,7 +60,10 @@ class Rope(msgspec.Struct, frozen=True):
 
 
 class Geometry(msgspec.Struct, frozen=True):
-    """Shapes and attention of a model. ``windows[i]``: tokens that layer i sees, its own included; None: all before it."""
+    """Shapes and attention of a model. ``windows[i]``: tokens that layer i sees, its own included; None: all before it.
+
+    ``tied``: where the checkpoint has no head, the embedding is one.
+    """
 
     architecture: str
     num_layers: int
@@ -76,6 +80,7 @@ class Geometry(msgspec.Struct, frozen=True):
     hidden_act: str
     num_experts: int = 0
     experts_per_token: int = 0
+    tied: bool = False
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer]
@@ -94,6 +99,14 @@ class Geometry(msgspec.Struct, frozen=True):
             struct.pack("<f", self.rms_norm_eps),
             self.hidden_act.encode(),
         )
+
+    @property
+    def head_digest(self) -> bytes:
+        """Digest of what the logits depend on besides the final norm's and the head's weights.
+
+        No supported architecture scales or caps its logits; one that does enters its settings here.
+        """
+        return digest(b"head geometry", struct.pack("<fQ", self.rms_norm_eps, self.vocab_size))
 
     def layer_digest(self, layer: int) -> bytes:
         """Digest of head geometry, rope and window of one layer."""
@@ -136,6 +149,7 @@ def read_geometry(config: dict[str, Any], key: str) -> Geometry:
         hidden_act=str(values["hidden_act"]),
         num_experts=_integer(values, "num_local_experts", key) if moe else 0,
         experts_per_token=_integer(values, "num_experts_per_tok", key) if moe else 0,
+        tied=bool(values["tie_word_embeddings"]),
     )
 
 

@@ -1,6 +1,6 @@
 """Checkpoints: what a model is, read from its files without torch or transformers.
 
-:func:`read_model` turns a folder (and a LoRA adapter) into a :class:`ModelIdentity`: geometry, lineage, tokenizer, template
+:func:`read_model` turns a folder (and a LoRA adapter) into a :class:`ModelIdentity`: geometry, lineage, head, tokenizer, template
 and limits. Weights are read once, as a stream, and their digests cached, so a node's next start costs some headers.
 Called by ``configs.families`` in every process that must know what a model is. Implements docs/design.md section 4.
 """
@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from kvkin.configs.adapters import ADAPTER_CONFIG, adapter_digests, read_adapter
+from kvkin.configs.adapters import ADAPTER_CONFIG, HEAD_LAYER, Adapter, adapter_digests, read_adapter
 from kvkin.configs.architectures import Geometry, read_geometry
 from kvkin.configs.digests import DigestCache, Progress, tensor_digests
-from kvkin.configs.layer_tensors import EMBEDDING, ModelTensors, is_kv_input, sort_tensors
+from kvkin.configs.layer_tensors import EMBEDDING, HEAD, ModelTensors, is_kv_input, sort_tensors
 from kvkin.configs.numerics import lineage_class, numerics_class
 from kvkin.configs.prompt_files import TokenizerIdentity, read_chat_template, read_eos_ids, read_tokenizer
 from kvkin.configs.safetensors_files import TensorRef, read_json, read_tensors
@@ -39,6 +39,7 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     geometry: Geometry
     numerics: str  # weights/compute/KV, see configs.numerics
     lineage: Lineage
+    head_digest: bytes  # of what makes logits of the last layer's output, which no lineage covers
     tokenizer: TokenizerIdentity | None  # None: no tokenizer of its own, the family's is meant
     chat_template: str | None  # None: no template of its own
     eos_ids: tuple[int, ...]
@@ -59,6 +60,11 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     def max_context_tokens(self) -> int:
         """Longest prompt + answer that the checkpoint is made for."""
         return self.geometry.max_position
+
+    @property
+    def logits_digest(self) -> bytes:
+        """Digest of all that the logits come of: every layer as a whole, and the head. Equal ones answer alike."""
+        return digest(b"logits", self.lineage.id, self.lineage.hidden[-1], self.head_digest)
 
     @property
     def tokenizer_digest(self) -> bytes:
@@ -112,15 +118,54 @@ def read_model(
     tensors = sort_tensors(read_tensors(folder, "model", model_key), geometry, model_key)
     cache = DigestCache(cache_dir)
     adapter_folder = None if adapter is None else locate(adapter, ADAPTER_CONFIG, adapter_key)
-    changes: dict[int, dict[str, bytes]] = {}
+    changed = Adapter(())
     if adapter_folder is not None:
-        changes = adapter_digests(read_adapter(adapter_folder, tensors, adapter_key), cache, adapter_key, progress)
+        changed = read_adapter(adapter_folder, tensors, adapter_key)
+    changes = adapter_digests(changed.modules, cache, adapter_key, progress)
     numerics = numerics_class(tensors.weight_dtype, compute_dtype, kv_dtype or compute_dtype)
     rows = family_vocab or geometry.vocab_size
-    lineage = _lineage(geometry, tensors, changes, numerics, rows, cache, model_key, progress)
+    head = _head_rows(changed.head or tensors.head, rows)
+    digests = tensor_digests([*_kv_tensors(tensors, rows), *_head_tensors(tensors, head)], cache, model_key, progress)
+    lineage = _lineage(geometry, tensors, changes, numerics, digests)
+    head_digest = _head_digest(geometry, tensors, head, changes.get(HEAD_LAYER, {}), digests)
     tokenizer, template = _prompt_files(folder, adapter_folder, model_key, adapter_key)
     eos_ids = read_eos_ids(folder, config, geometry.vocab_size, model_key)
-    return ModelIdentity(name, folder, adapter_folder, geometry, numerics, lineage, tokenizer, template, eos_ids)
+    return ModelIdentity(
+        name, folder, adapter_folder, geometry, numerics, lineage, head_digest, tokenizer, template, eos_ids
+    )
+
+
+def _kv_tensors(tensors: ModelTensors, rows: int) -> list[TensorRef]:
+    """The tensors that determine KV, under the names that their digests have: neither final norm nor head."""
+    named = [_as(tensors.embedding.rows(0, rows), EMBEDDING)]
+    named += [_as(tensor, f"outside.{name}") for name, tensor in tensors.unknown.items()]
+    for index, layer in enumerate(tensors.layers):
+        named += [_as(tensor, f"{index}.{name}") for name, tensor in layer.items()]
+    return named
+
+
+def _head_rows(head: TensorRef, rows: int) -> list[TensorRef]:
+    """The matrix that makes logits: the family's rows, and those of added tokens. A tied embedding's first part is read as such."""
+    parts = [(0, rows), (rows, head.shape[0])]
+    return [head.rows(*part, f"{HEAD}.{index}") for index, part in enumerate(parts) if part[0] < part[1]]
+
+
+def _head_tensors(tensors: ModelTensors, head: list[TensorRef]) -> list[TensorRef]:
+    """The tensors behind the last layer, under the names that their digests have."""
+    return [*head, *(_as(tensor, f"after.{name}") for name, tensor in tensors.after.items() if name != HEAD)]
+
+
+def _head_digest(
+    geometry: Geometry,
+    tensors: ModelTensors,
+    head: list[TensorRef],
+    changes: dict[str, bytes],
+    digests: dict[str, bytes],
+) -> bytes:
+    """One digest of what makes logits; the same for a tied head and a copy of the embedding."""
+    matrix = digest(b"head rows", *(digests[part.name] for part in head))
+    others = {name: digests[f"after.{name}"] for name in tensors.after if name != HEAD} | changes
+    return digest(b"head", geometry.head_digest, matrix, _named_digest(b"after", others))
 
 
 def _lineage(
@@ -128,17 +173,9 @@ def _lineage(
     tensors: ModelTensors,
     changes: dict[int, dict[str, bytes]],
     numerics: str,
-    rows: int,
-    cache: DigestCache,
-    key: str,
-    progress: Progress | None,
+    digests: dict[str, bytes],
 ) -> Lineage:
-    """Digest the tensors that determine KV (neither final norm nor head) and fold them."""
-    named = [_as(tensors.embedding.rows(0, rows), EMBEDDING)]
-    named += [_as(tensor, f"outside.{name}") for name, tensor in tensors.unknown.items()]
-    for index, layer in enumerate(tensors.layers):
-        named += [_as(tensor, f"{index}.{name}") for name, tensor in layer.items()]
-    digests = tensor_digests(named, cache, key, progress)
+    """Fold the digests of the tensors that determine KV."""
     unknown = {name: digests[f"outside.{name}"] for name in tensors.unknown}
     root = digest(b"root", geometry.semantic_digest, digests[EMBEDDING], _named_digest(b"outside", unknown))
     layers = []

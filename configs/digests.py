@@ -100,7 +100,9 @@ def tensor_digests(
     plans = []
     for path, wanted in sorted(by_file.items()):
         known = cache.load(path)
-        plans.append((path, wanted, known, [tensor for tensor in wanted if _slot(tensor) not in known]))
+        # bytes that are wanted under several names (a tied embedding) are read once
+        by_slot = {slot: tensor for tensor in wanted if (slot := _slot(tensor)) not in known}
+        plans.append((path, wanted, known, list(by_slot.values())))
     total = sum(tensor.num_bytes for *_, missing in plans for tensor in missing)
     done = 0
     result: dict[str, bytes] = {}

@@ -170,9 +170,8 @@ def resolve_family(
     layout = base.layout(compute_dtype, family.block_size)
     profiles = FamilyProfiles()
     if models is None:
-        lineages = {member: model.lineage for member, model in members.items()}
         strangers = [model for other in config.families.values() for model in other.models if model not in members]
-        profiles = load_profiles(family, lineages, layout, strangers)
+        profiles = load_profiles(family, members, layout, strangers)
         warnings += profiles.warnings(name)
     return ResolvedFamily(
         name=name,

@@ -17,8 +17,10 @@ from kvkin.configs.safetensors_files import WEIGHT_DTYPES, TensorRef
 from kvkin.kv.errors import ConfigError
 
 EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
+FINAL_NORM = "norm.weight"
 
-# Read after the last layer, so they determine no KV.
+# Read after the last layer, so they determine no KV, but all answers.
 _AFTER_LAYERS = ("norm.", "lm_head.")
 # Derived from config.json; old transformers saved it, nobody loads it.
 _DERIVED = "rotary_emb.inv_freq"
@@ -45,6 +47,13 @@ class ModelTensors(msgspec.Struct, frozen=True):
     layers: tuple[dict[str, TensorRef], ...]
     # outside the layers and unknown: part of every layer's lineage
     unknown: dict[str, TensorRef]
+    # what makes logits of the last layer's output: the final norm, and the head where it is not the embedding
+    after: dict[str, TensorRef]
+
+    @property
+    def head(self) -> TensorRef:
+        """The matrix (vocabulary, hidden size) that makes logits: the embedding where both are tied."""
+        return self.after.get(HEAD, self.embedding)
 
     @property
     def weight_dtype(self) -> str:
@@ -71,12 +80,15 @@ def sort_tensors(tensors: dict[str, TensorRef], geometry: Geometry, key: str) ->
     """Sort a checkpoint's tensors; ConfigError under ``key`` where one is missing or has the wrong shape or type."""
     layers: list[dict[str, TensorRef]] = [{} for _ in range(geometry.num_layers)]
     outside: dict[str, TensorRef] = {}
+    after: dict[str, TensorRef] = {}
     for original, tensor in tensors.items():
         name = canonical_name(original)
         match = _LAYER.fullmatch(name)
-        if name.endswith(_DERIVED) or name.startswith(_AFTER_LAYERS):
+        if name.endswith(_DERIVED):
             continue
-        if match is None:
+        if name.startswith(_AFTER_LAYERS):
+            after[name] = tensor
+        elif match is None:
             outside[name] = tensor
         elif int(match[1]) < geometry.num_layers:  # layers beyond (of a model cut short) are never run
             layers[int(match[1])] |= {part.name: part for part in _split(match[2], tensor, geometry, key)}
@@ -87,7 +99,8 @@ def sort_tensors(tensors: dict[str, TensorRef], geometry: Geometry, key: str) ->
     _check_shape(embedding, (geometry.vocab_size, geometry.hidden_size), key)
     for index, layer in enumerate(layers):
         _check_layer(index, layer, geometry, key)
-    return ModelTensors(embedding, tuple(layers), outside)
+    _check_head(after, geometry, key)
+    return ModelTensors(embedding, tuple(layers), outside, after)
 
 
 def _split(name: str, tensor: TensorRef, geometry: Geometry, key: str) -> Iterable[TensorRef]:
@@ -112,6 +125,19 @@ def _split(name: str, tensor: TensorRef, geometry: Geometry, key: str) -> Iterab
 
 def _renamed(tensor: TensorRef, name: str) -> TensorRef:
     return msgspec.structs.replace(tensor, name=name)
+
+
+def _check_head(after: dict[str, TensorRef], geometry: Geometry, key: str) -> None:
+    """What lacks here would be made up at random by whoever loads the model."""
+    if FINAL_NORM not in after:
+        raise ConfigError(key, f"the checkpoint lacks model.{FINAL_NORM}", "the weights of a whole model")
+    if HEAD not in after and not geometry.tied:
+        problem = f"the checkpoint lacks {HEAD}, and tie_word_embeddings is off in config.json"
+        raise ConfigError(key, problem, "the weights of a whole model, or a head tied to the embedding")
+    for name, shape in ((FINAL_NORM, (geometry.hidden_size,)), (HEAD, (geometry.vocab_size, geometry.hidden_size))):
+        if name in after:
+            _check_dtype(after[name], name, key)
+            _check_shape(after[name], shape, key)
 
 
 def _check_layer(index: int, layer: dict[str, TensorRef], geometry: Geometry, key: str) -> None:

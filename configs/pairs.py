@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvkin.configs.convert import child_key
-from kvkin.configs.profiles import Profile, pairs_of, parse_profile, profile_data, stale_reason
+from kvkin.configs.profiles import Profile, Weights, pairs_of, parse_profile, profile_data, stale_reason
 from kvkin.configs.schema import FamilyConfig, local_path
 from kvkin.kv.errors import ConfigError
 from kvkin.kv.frontier import Point, point, snap, useful
 from kvkin.kv.layout import KVLayout
-from kvkin.kv.lineage import Lineage
 
 if TYPE_CHECKING:
     from kvkin.configs.families import ResolvedFamily  # which loads profiles with this module
@@ -63,8 +62,8 @@ class FamilyProfiles(msgspec.Struct, frozen=True):
 class _Loader:
     """Collects what the files of one family say."""
 
-    def __init__(self, family: FamilyConfig, lineages: Mapping[str, Lineage], layout: KVLayout) -> None:
-        self._family, self._lineages, self._layout = family, lineages, layout
+    def __init__(self, family: FamilyConfig, models: Mapping[str, Weights], layout: KVLayout) -> None:
+        self._family, self._models, self._layout = family, models, layout
         self.refused: list[RefusedProfile] = []
         self.hints: list[str] = []
         self._valid: list[tuple[ProfiledPair, tuple[Pair, ...]]] = []
@@ -99,8 +98,8 @@ class _Loader:
 
     def take(self, path: Path, profile: Profile) -> None:
         """Keep the profile for the pairs for which it holds, or say why for none."""
-        pairs = tuple(pair for pair in pairs_of(profile, self._lineages) if pair[0] != pair[1])
-        stale = stale_reason(profile, self._lineages)
+        pairs = tuple(pair for pair in pairs_of(profile, self._models) if pair[0] != pair[1])
+        stale = stale_reason(profile, self._models)
         if not pairs:
             self.refused.append(RefusedProfile(path, profile.pair, stale or "sender and receiver are one model"))
             return
@@ -151,13 +150,13 @@ class _Loader:
 
 
 def load_profiles(
-    family: FamilyConfig, lineages: Mapping[str, Lineage], layout: KVLayout, strangers: Iterable[str] = ()
+    family: FamilyConfig, models: Mapping[str, Weights], layout: KVLayout, strangers: Iterable[str] = ()
 ) -> FamilyProfiles:
-    """Read the profiles of a family whose models have ``lineages``.
+    """Read the profiles of a family that has ``models``.
 
     ``strangers`` are models of other families: a folder may hold the profiles of all. Never raises for what a file holds.
     """
-    loader, others = _Loader(family, lineages, layout), frozenset(strangers)
+    loader, others = _Loader(family, models, layout), frozenset(strangers)
     for path, listed in loader.files():
         profile = loader.read(path)
         if profile is not None and (listed or not others.issuperset(profile.pair)):

@@ -25,14 +25,15 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Group = tuple[Layer, Layer] | None
 
 
-class ProfiledModel(msgspec.Struct, frozen=True, kw_only=True):
+class ProfiledModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A model as it was measured. ``lineage_id`` names the KV of all its layers, ``kv`` (L digests) and ``hidden`` (L + 1)
-    tell layer by layer what changed since."""
+    tell layer by layer what changed since. ``head_digest`` is that of a receiver's head (none: not recorded, so any counts)."""
 
     name: Annotated[str, Meta(min_length=1, max_length=128)]
     lineage_id: Hex
     kv: tuple[Hex, ...]
     hidden: tuple[Hex, ...]
+    head_digest: Hex | None = None
 
     @property
     def num_layers(self) -> int:
@@ -184,11 +185,12 @@ def profile_point(one: Point) -> ProfilePoint:
     return ProfilePoint(group=group, loss=one.loss, layers=one.layers)
 
 
-def profiled_model(name: str, lineage: Lineage) -> ProfiledModel:
-    """A model as a profile records it."""
+def profiled_model(name: str, lineage: Lineage, head_digest: bytes | None = None) -> ProfiledModel:
+    """A model as a profile records it; ``head_digest`` for a receiver, whose answers were measured."""
     return ProfiledModel(
         name=name,
         lineage_id=lineage.id.hex(),
         kv=tuple(one.hex() for one in lineage.kv),
         hidden=tuple(one.hex() for one in lineage.hidden),
+        head_digest=None if head_digest is None else head_digest.hex(),
     )

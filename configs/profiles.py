@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
 import msgspec
@@ -58,6 +58,7 @@ __all__ = [
     "Score",
     "Scores",
     "TokenStats",
+    "Weights",
     "check_profile",
     "layer_group",
     "pairs_of",
@@ -146,11 +147,9 @@ def _contradictions(profile: Profile) -> Iterator[tuple[str, str, str]]:
             yield f"{side}.kv", f"has {model.num_layers} layers", f"as many as receiver.kv: {num_layers}"
         if len(model.hidden) != model.num_layers + 1:
             yield f"{side}.hidden", f"has {len(model.hidden)} entries", f"{model.num_layers + 1}: one more than kv"
-        for field in ("lineage_id", "kv", "hidden"):
-            value = getattr(model, field)
-            for index, text in enumerate((value,) if field == "lineage_id" else value):
-                if len(text) % 2:
-                    yield f"{side}.{field}[{index}]", "has half a byte", "hexadecimal digits, two a byte"
+        for key, text in _digests_of(side, model):
+            if len(text) % 2:
+                yield key, "has half a byte", "hexadecimal digits, two a byte"
         if model.lineage.id.hex() != model.lineage_id:
             yield f"{side}.lineage_id", "is not that of its layers", "the digest of all entries of kv"
     for index, layer in enumerate(profile.sensitivity):
@@ -174,6 +173,16 @@ def _contradictions(profile: Profile) -> Iterator[tuple[str, str, str]]:
             yield f"{key}.group", f"{chosen.group} has no measured quality", "a group of groups with a quality"
         elif not math.isclose(chosen.loss, losses[chosen.group], rel_tol=1e-4, abs_tol=1e-6):
             yield f"{key}.loss", f"{chosen.loss:g} is not what was measured", f"{losses[chosen.group]:g}"
+
+
+def _digests_of(side: str, model: ProfiledModel) -> Iterator[tuple[str, str]]:
+    """(key, hexadecimal digits) of every digest."""
+    yield f"{side}.lineage_id", model.lineage_id
+    if model.head_digest is not None:
+        yield f"{side}.head_digest", model.head_digest
+    for field, digests in (("kv", model.kv), ("hidden", model.hidden)):
+        for index, text in enumerate(digests):
+            yield f"{side}.{field}[{index}]", text
 
 
 def _group_problem(key: str, group: Group, num_layers: int) -> Iterator[tuple[str, str, str]]:
@@ -244,45 +253,58 @@ def _rounded(value: Any) -> Any:
 
 def check_profile(profile: Profile, family: ResolvedFamily) -> str:
     """Why a profile does not hold for the models of ``family`` as they are now; empty if it does."""
-    lineages = {name: model.lineage for name, model in family.models.items()}
-    return "" if pairs_of(profile, lineages) else stale_reason(profile, lineages)
+    return "" if pairs_of(profile, family.models) else stale_reason(profile, family.models)
 
 
-def pairs_of(profile: Profile, lineages: Mapping[str, Lineage]) -> tuple[tuple[str, str], ...]:
-    """(sender, receiver) pairs of the models in ``lineages`` for which a profile holds, the one that it names first.
+class Weights(Protocol):
+    """What a profile is compared with: a ``ModelIdentity``, or whatever else says as much."""
 
-    By lineage, not by name: the same weights under another name behave alike. A sender must have the same KV and hidden
-    states, a receiver must be the same in every layer as a whole.
+    @property
+    def lineage(self) -> Lineage: ...
+
+    @property
+    def head_digest(self) -> bytes: ...
+
+
+def pairs_of(profile: Profile, models: Mapping[str, Weights]) -> tuple[tuple[str, str], ...]:
+    """(sender, receiver) pairs of ``models`` for which a profile holds, the one that it names first.
+
+    By weights, not by name: the same ones under another name behave alike. A sender must have the same KV and hidden
+    states, a receiver must be the same in every layer as a whole and in its head.
     """
-    senders = [name for name, lineage in lineages.items() if not _changed(profile.sender, lineage, last=False)]
-    receivers = [name for name, lineage in lineages.items() if not _changed(profile.receiver, lineage, last=True)]
+    senders = [name for name, model in models.items() if not _changed(profile.sender, model, answers=False)]
+    receivers = [name for name, model in models.items() if not _changed(profile.receiver, model, answers=True)]
     pairs = [(sender, receiver) for sender in senders for receiver in receivers]
     return tuple(sorted(pairs, key=lambda pair: pair != profile.pair))
 
 
-def stale_reason(profile: Profile, lineages: Mapping[str, Lineage]) -> str:
+def stale_reason(profile: Profile, models: Mapping[str, Weights]) -> str:
     """Why a profile does not hold for the very models that it names; empty if it does."""
-    for role, model in (("sender", profile.sender), ("receiver", profile.receiver)):
-        lineage = lineages.get(model.name)
-        if lineage is None:
-            return f"the {role} {model.name} is no model of the family, which has {', '.join(sorted(lineages))}"
-        changed = _changed(model, lineage, last=role == "receiver")
+    for role, then in (("sender", profile.sender), ("receiver", profile.receiver)):
+        now = models.get(then.name)
+        if now is None:
+            return f"the {role} {then.name} is no model of the family, which has {', '.join(sorted(models))}"
+        changed = _changed(then, now, answers=role == "receiver")
         if changed:
-            return f"the {role} {model.name} is not the one that was profiled: {changed}"
+            return f"the {role} {then.name} is not the one that was profiled: {changed}"
     return ""
 
 
-def _changed(model: ProfiledModel, lineage: Lineage, *, last: bool) -> str:
-    """What differs between a model then and now, by its first layer; ``last``: the last layer as a whole counts, too."""
+def _changed(model: ProfiledModel, now: Weights, *, answers: bool) -> str:
+    """What differs between a model then and now, by its first layer; ``answers``: the last layer as a whole and the head count,
+    too. Of profiles that do not record the head nothing is known of it."""
+    lineage = now.lineage
     if lineage.num_layers != model.num_layers:
         return f"it had {model.num_layers} layers and has {lineage.num_layers}"
     then, num_layers = model.lineage, model.num_layers
-    for layer in range(num_layers + last):
+    for layer in range(num_layers + answers):
         if then.hidden[layer] != lineage.hidden[layer]:
             where = f"layer {layer - 1}" if layer else "what comes before layer 0 (embeddings, rope, settings, types)"
             return f"{where} differs, {_short(then.hidden[layer])} then, {_short(lineage.hidden[layer])} now"
         if layer < num_layers and then.kv[layer] != lineage.kv[layer]:
             return f"layer {layer} differs, KV {_short(then.kv[layer])} then, {_short(lineage.kv[layer])} now"
+    if answers and model.head_digest is not None and bytes.fromhex(model.head_digest) != now.head_digest:
+        return f"the output head differs, {model.head_digest[:8]} then, {_short(now.head_digest)} now"
     return ""
 
 

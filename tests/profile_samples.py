@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from kvkin.configs.profiles import (
     Divergence,
     LayerSensitivity,
@@ -45,6 +47,13 @@ def lineage(
     return fold_lineage(b"root", numerics, [layer(index) for index in range(layers)])
 
 
+class Known(msgspec.Struct, frozen=True):
+    """A model as profiles are compared with it."""
+
+    lineage: Lineage
+    head_digest: bytes = b"head"
+
+
 def sample_profile(
     sender: str,
     sender_lineage: Lineage,
@@ -52,6 +61,8 @@ def sample_profile(
     receiver_lineage: Lineage,
     losses: dict[tuple[int, int] | None, float] = LOSSES,
     max_loss: float = 0.05,
+    *,
+    receiver_head: bytes | None = None,
 ) -> Profile:
     """A profile with answers for the groups of ``losses``, drawn and chosen as the profile tool does it."""
     full = Score(mean=0.7, low=0.66, high=0.74, n=50)
@@ -76,7 +87,7 @@ def sample_profile(
     chosen = choose(points, max_loss)
     return Profile(
         sender=profiled_model(sender, sender_lineage),
-        receiver=profiled_model(receiver, receiver_lineage),
+        receiver=profiled_model(receiver, receiver_lineage, receiver_head),
         metric="f1",
         data=ProfileData(
             name="squad",

@@ -9,7 +9,6 @@ goes on.
 from __future__ import annotations
 
 import datetime
-import hashlib
 import itertools
 import json
 import shlex
@@ -172,9 +171,8 @@ class Evaluate:
         if self.profile is None:
             return []
         profile = read_profile(self.profile)
-        lineages = {name: model.lineage for name, model in family.models.items()}
-        if (self.sender, self.receiver) not in pairs_of(profile, lineages):
-            problem = stale_reason(profile, lineages) or f"is of {profile.sender.name} and {profile.receiver.name}"
+        if (self.sender, self.receiver) not in pairs_of(profile, family.models):
+            problem = stale_reason(profile, family.models) or f"is of {profile.sender.name} and {profile.receiver.name}"
             raise ConfigError("profile", f"{self.profile}: {problem}", f"one of {self.sender} and {self.receiver}")
         return [group for point in profile.frontier if (group := layer_group(point.group)) is not None]
 
@@ -214,8 +212,8 @@ class Evaluate:
 
         return {
             "format": FORMAT,
-            "sender": _weights(family, self.sender),
-            "receiver": _weights(family, self.receiver),
+            "sender": family.models[self.sender].logits_digest.hex(),
+            "receiver": family.models[self.receiver].logits_digest.hex(),
             "device": family.device,
             "dtype": family.compute_dtype,
             "threads": torch.get_num_threads(),
@@ -327,13 +325,6 @@ class Evaluate:
         words += ["--profile", self.profile.name] if self.profile is not None else []
         words += ["--groups", *itertools.chain.from_iterable(map(str.split, self.groups))] if self.groups else []
         return shlex.join(words)
-
-
-def _weights(family: ResolvedFamily, model: str) -> str:
-    """Names everything of a model that decides its answers: lineages end before the final norm and the head."""
-    identity = family.models[model]
-    text = f"{identity.lineage.id.hex()}:{identity.path}:{identity.adapter_path}"
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _fingerprint_in(path: Path) -> Mapping[str, Any]:

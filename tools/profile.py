@@ -9,7 +9,6 @@ Both stages append to a log under the state directory: Ctrl-C loses one case at 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -184,8 +183,8 @@ class Profile:
         """What decides the measured values: only records of the same are mixed."""
         return {
             "format": 1,
-            "sender": family.models[self.sender].lineage.id.hex(),
-            "receiver": _weights(family, self.receiver),
+            "sender": family.models[self.sender].logits_digest.hex(),
+            "receiver": family.models[self.receiver].logits_digest.hex(),
             "cases": data["digest"],
             "metric": metric.name,
             "group_size": self.group_size,
@@ -233,9 +232,10 @@ class Profile:
         say("timing the recompute of each group")
         middle = sorted(grouped, key=lambda work: len(work.case.context_ids))[len(works) // 2]
         seconds = middle.recompute_seconds(groups, TIMED_REPEATS)
+        receiver = family.models[self.receiver]
         profile = build_profile(
             profiled_model(self.sender, family.models[self.sender].lineage),
-            profiled_model(self.receiver, family.models[self.receiver].lineage),
+            profiled_model(self.receiver, receiver.lineage, receiver.head_digest),
             search,
             log.records("answers"),
             seconds,
@@ -285,13 +285,6 @@ class Profile:
 def recorded(state: Path, sender: str, receiver: str) -> Path:
     """Where the cluster records checked contexts of a pair."""
     return state / RECORDED / profile_name(sender, receiver).replace(".json", ".jsonl")
-
-
-def _weights(family: ResolvedFamily, model: str) -> str:
-    """Names everything of a receiver that decides its answers: lineages end before the final norm and the head."""
-    identity = family.models[model]
-    text = f"{identity.lineage.id.hex()}:{identity.path}:{identity.adapter_path}"
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _versions() -> dict[str, str]:

@@ -104,7 +104,7 @@ def test_scaling_is_what_peft_uses(base: Path, tmp_path: Path) -> None:
         base, tmp_path / "a", [2, 3], use_rslora=True, alpha_pattern={"layers.3.self_attn.v_proj": 5, "k_proj": 7}
     )
     geometry = read_geometry(read_json(base / "config.json", "k"), "k")
-    modules = read_adapter(adapter, sort_tensors(read_tensors(base, "model", "k"), geometry, "k"), "k")
+    modules = read_adapter(adapter, sort_tensors(read_tensors(base, "model", "k"), geometry, "k"), "k").modules
     model: Any = PeftModel.from_pretrained(load_model(base), str(adapter))
     assert len(modules) == 8
     for module in modules:

@@ -18,6 +18,9 @@ from kvkin.configs.digests import DigestCache, file_key, hash_tensor, tensor_dig
 from kvkin.configs.safetensors_files import TensorRef, read_header
 from kvkin.kv.errors import ConfigError
 
+# of two layers, the embedding, which is the head as well, and the final norm
+TENSORS = 2 * 9 + 2
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -40,12 +43,24 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_second_start_reads_headers_only(base: Path, tmp_path: Path, hashed: list[str]) -> None:
     first = identity(base, cache_dir=tmp_path)
-    assert len(hashed) == 2 * 9 + 1
+    assert len(hashed) == TENSORS
     hashed.clear()
     assert identity(base, cache_dir=tmp_path) == first
     assert hashed == []
     assert first == identity(base)
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"], "no staging file is left"
+
+
+def test_a_tied_embedding_is_read_once(base: Path, hashed: list[str], tmp_path: Path) -> None:
+    identity(base)
+    assert len(hashed) == len(set(hashed)) == TENSORS
+    hashed.clear()
+    # a head of its own is read; of a vocabulary with added tokens the family's rows and the others, each once
+    identity(make_tiny("qwen3", tmp_path / "untied", num_layers=1, tokenizer=False))
+    assert [name for name in hashed if "lm_head" in name] == ["lm_head.weight.0"]
+    hashed.clear()
+    identity(base, family_vocab=300)
+    assert [name for name in hashed if "lm_head" in name or "embed" in name] == ["lm_head.weight.0", "lm_head.weight.1"]
 
 
 def test_a_swap_of_weights_is_noticed(base: Path, tmp_path: Path, hashed: list[str]) -> None:
@@ -90,7 +105,7 @@ def test_a_damaged_cache_is_no_error(base: Path, tmp_path: Path, hashed: list[st
     entry.write_text(content.replace("FILE", str(weights)).replace("KEY", json.dumps(file_key(weights))))
     hashed.clear()
     assert lineage(base, cache_dir=tmp_path) == expected
-    assert len(hashed) == 19
+    assert len(hashed) == TENSORS
     hashed.clear()
     assert lineage(base, cache_dir=tmp_path) == expected
     assert hashed == [], "the entry is repaired"
@@ -112,7 +127,7 @@ def test_a_hash_version_voids_the_cache(
     hashed.clear()
     monkeypatch.setattr(digests, "HASH_VERSION", 99)
     lineage(base, cache_dir=tmp_path)
-    assert len(hashed) == 19
+    assert len(hashed) == TENSORS
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(base: Path, tmp_path: Path, hashed: list[str]) -> None:
@@ -136,7 +151,7 @@ def test_a_symlink_and_its_target_share_an_entry(base: Path, tmp_path: Path, has
     for file in base.iterdir():
         (folder / file.name).symlink_to(file)
     assert lineage(folder, cache_dir=cache) == lineage(base, cache_dir=cache)
-    assert len(hashed) == 19
+    assert len(hashed) == TENSORS
 
 
 def test_weights_that_change_while_they_are_read_are_refused(
@@ -165,7 +180,7 @@ def test_a_file_cut_short_while_it_is_read(base: Path, tmp_path: Path) -> None:
 def test_progress_tells_bytes_up_to_all(base: Path, tmp_path: Path, hashed: list[str]) -> None:
     seen: list[tuple[str, int, int]] = []
     identity(base, cache_dir=tmp_path, progress=lambda *report: seen.append(report))
-    assert len(seen) == 19
+    assert len(seen) == TENSORS
     assert {what for what, _, _ in seen} == {"model.safetensors"}
     assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
     assert seen[-1][1] == seen[-1][2] > 0

@@ -99,7 +99,6 @@ def test_what_says_nothing_about_kv_does_not_matter(base: Path, tmp_path: Path) 
         initializer_range=0.5,
         attention_dropout=0.1,
         max_position_embeddings=256,
-        tie_word_embeddings=False,
         eos_token_id=[1, 2],
         a_key_of_tomorrow={"x": 1},
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from profile_samples import LAYERS, lineage, sample_profile
+from profile_samples import LAYERS, Known, lineage, sample_profile
 from tiny_models import make_tiny, make_tiny_lora
 
 from kvkin.configs.families import ResolvedCluster, resolve_cluster, resolve_family
@@ -37,7 +37,8 @@ def load(
 ) -> FamilyProfiles:
     models = {name: ModelConfig(checkpoint="x") for name in lineages}
     family = FamilyConfig(base="base", models=models, profiles=profiles, transition_layers=transition)
-    return load_profiles(family, lineages, LAYOUT, strangers=["alien", "martian"])
+    known = {name: one if isinstance(one, Known) else Known(one) for name, one in lineages.items()}
+    return load_profiles(family, known, LAYOUT, strangers=["alien", "martian"])
 
 
 def test_a_folder_of_profiles(tmp_path: Path) -> None:
@@ -165,6 +166,16 @@ def test_the_same_weights_under_another_name_are_covered(tmp_path: Path) -> None
     found = load(str(tmp_path / "base-qa.json"), renamed)
     assert set(found.pairs) == {("base", "qa-v1")}
     assert "is used for base to qa-v1" in found.hints[0]
+
+
+def test_a_twin_with_another_head_has_no_part_in_a_profile(tmp_path: Path) -> None:
+    save(tmp_path, "base", "qa", receiver_head=b"\x01" * 16)
+    qa, twin = Known(LINEAGES["qa"], b"\x01" * 16), Known(LINEAGES["qa"], b"\x02" * 16)
+    found = load(str(tmp_path), LINEAGES | {"qa": qa, "twin": twin})
+    assert set(found.pairs) == {("base", "qa")}
+    found = load(str(tmp_path), LINEAGES | {"qa": twin})
+    assert not found.pairs
+    assert "the receiver qa is not the one that was profiled: the output head differs" in found.refused[0].reason
 
 
 # --- in a cluster -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from profile_samples import LAYERS, lineage, sample_profile
+from profile_samples import LAYERS, Known, lineage, sample_profile
 
 from kvkin.configs.profiles import (
     FORMAT,
@@ -33,7 +33,7 @@ from kvkin.kv.frontier import pareto, point
 from kvkin.kv.plan import LayerGroup
 
 SENDER, RECEIVER = lineage("sender"), lineage("receiver")
-LINEAGES = {"sender": SENDER, "receiver": RECEIVER}
+MODELS = {"sender": Known(SENDER), "receiver": Known(RECEIVER, b"\x01" * 16)}
 
 
 @pytest.fixture
@@ -217,19 +217,19 @@ def test_no_bytes_give_anything_but_a_config_error(data: bytes) -> None:
 
 
 def test_a_profile_holds_for_the_models_that_were_measured(profile: Profile) -> None:
-    assert stale_reason(profile, LINEAGES) == ""
-    assert pairs_of(profile, LINEAGES) == (("sender", "receiver"),)
+    assert stale_reason(profile, MODELS) == ""
+    assert pairs_of(profile, MODELS) == (("sender", "receiver"),)
 
 
 def test_equal_weights_under_other_names_are_covered_too(profile: Profile) -> None:
-    twins = {"other": RECEIVER, **LINEAGES, "copy": SENDER}
+    twins = {"other": MODELS["receiver"], **MODELS, "copy": MODELS["sender"]}
     assert pairs_of(profile, twins) == (
         ("sender", "receiver"),
         ("sender", "other"),
         ("copy", "other"),
         ("copy", "receiver"),
     )
-    renamed = {"base": SENDER, "qa": RECEIVER}
+    renamed = {"base": MODELS["sender"], "qa": MODELS["receiver"]}
     assert pairs_of(profile, renamed) == (("base", "qa"),)
     assert "the sender sender is no model of the family, which has base, qa" in stale_reason(profile, renamed)
 
@@ -237,9 +237,9 @@ def test_equal_weights_under_other_names_are_covered_too(profile: Profile) -> No
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("role", ["sender", "receiver"])
 def test_a_changed_layer_is_named(profile: Profile, role: str, layer: int) -> None:
-    now = LINEAGES | {role: lineage(role, changed=layer)}
+    now = MODELS | {role: Known(lineage(role, changed=layer))}
     if role == "sender" and layer == LAYERS - 1:
-        now[role] = lineage(role, changed=layer, kv_too=True)
+        now[role] = Known(lineage(role, changed=layer, kv_too=True))
     reason = stale_reason(profile, now)
     assert f"the {role} {role} is not the one that was profiled: layer {layer} differs" in reason
     assert pairs_of(profile, now) == ()
@@ -247,16 +247,58 @@ def test_a_changed_layer_is_named(profile: Profile, role: str, layer: int) -> No
 
 def test_what_follows_the_senders_last_kv_does_not_matter_to_anybody(profile: Profile) -> None:
     # its KV and hidden states are the same; a receiver would answer otherwise, though
-    now = LINEAGES | {"sender": lineage("sender", changed=LAYERS - 1)}
+    now = MODELS | {"sender": Known(lineage("sender", changed=LAYERS - 1))}
     assert stale_reason(profile, now) == ""
     assert pairs_of(profile, now) == (("sender", "receiver"),)
 
 
 def test_other_types_or_settings_differ_before_the_first_layer(profile: Profile) -> None:
-    reason = stale_reason(profile, LINEAGES | {"receiver": lineage("receiver", numerics=b"bfloat16")})
+    reason = stale_reason(profile, MODELS | {"receiver": Known(lineage("receiver", numerics=b"bfloat16"))})
     assert "what comes before layer 0" in reason
 
 
 def test_another_number_of_layers_is_said(profile: Profile) -> None:
-    reason = stale_reason(profile, LINEAGES | {"sender": lineage("sender", layers=4)})
+    reason = stale_reason(profile, MODELS | {"sender": Known(lineage("sender", layers=4))})
     assert "it had 6 layers and has 4" in reason
+
+
+def with_head(head: bytes | None) -> Profile:
+    return sample_profile("sender", SENDER, "receiver", RECEIVER, receiver_head=head)
+
+
+def test_another_head_of_the_receiver_is_another_model(tmp_path: Path) -> None:
+    measured = with_head(b"\x01" * 16)
+    path = tmp_path / "p.json"
+    write_profile(path, measured)
+    assert json.loads(path.read_text())["receiver"]["head_digest"] == "01" * 16
+    read = read_profile(path)
+    assert stale_reason(read, MODELS) == ""
+    twin = Known(RECEIVER, b"\x02" * 16)
+    assert pairs_of(read, MODELS | {"twin": twin}) == (("sender", "receiver"),)
+    reason = stale_reason(read, MODELS | {"receiver": twin})
+    assert reason == (
+        "the receiver receiver is not the one that was profiled: the output head differs, 01010101 then, 02020202 now"
+    )
+    assert pairs_of(read, MODELS | {"receiver": twin}) == ()
+
+
+def test_the_senders_head_does_not_matter(tmp_path: Path) -> None:
+    read = with_head(b"\x01" * 16)
+    now = MODELS | {"sender": Known(SENDER, b"another")}
+    assert (stale_reason(read, now), pairs_of(read, now)) == ("", (("sender", "receiver"),))
+
+
+def test_a_profile_without_a_head_holds_by_its_layers_alone(profile: Profile) -> None:
+    """Written before heads were recorded: nothing is known of it."""
+    assert "head_digest" not in profile_text(profile)
+    assert parse_profile(profile_text(profile).encode(), "p").receiver.head_digest is None
+    now = MODELS | {"receiver": Known(RECEIVER, b"any")}
+    assert (stale_reason(profile, now), pairs_of(profile, now)) == ("", (("sender", "receiver"),))
+
+
+@pytest.mark.parametrize(("digits", "problem"), [("abc", "has half a byte"), ("xy", "Expected `str` matching")])
+def test_a_damaged_head_names_its_key(digits: str, problem: str) -> None:
+    data = json.loads(profile_text(with_head(b"\x01" * 16)))
+    data["receiver"]["head_digest"] = digits
+    with pytest.raises(ConfigError, match=rf"p: receiver\.head_digest: {problem}"):
+        parse_profile(json.dumps(data).encode(), "p")

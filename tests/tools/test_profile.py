@@ -61,7 +61,10 @@ def test_a_profile_that_the_router_accepts(cluster: Path, data: Path, tmp_path: 
     assert run(cluster, data, tmp_path, "--group-size", "1") == 0
     printed = capsys.readouterr()
     profile = read_profile(tmp_path / profile_name(BASE, FULL))
-    assert check_profile(profile, resolve_family(load_cluster(cluster), "tiny")) == ""
+    family = resolve_family(load_cluster(cluster), "tiny")
+    assert check_profile(profile, family) == ""
+    assert profile.receiver.head_digest == family.models[FULL].head_digest.hex()
+    assert profile.sender.head_digest is None, "it decides nothing of what the receiver makes of the KV"
     assert profile.metric == "loss"
     assert profile.data.samples == 5, "answers are scored on all that the data has"
     assert {one.divergence.n for one in profile.groups if one.divergence is not None} == {4}
