@@ -208,8 +208,10 @@ class DriftConfig(_Section, frozen=True):
     max_pending: Annotated[int, Meta(ge=1, le=4096)] = 16
     # Checks of a pair before it may be switched off.
     min_samples: Count = 16
-    # A check counts half as much as one that is so many checks younger.
+    # In the figures that are shown a check counts half as much as one that is so many checks younger.
     half_life_samples: Annotated[float, Meta(ge=1, le=1e6)] = 32.0
+    # Most probability that a pair which keeps its bounds is ever switched off, however many checks there are.
+    false_alarms: Annotated[float, Meta(gt=0, le=0.5)] = 0.01
     # Bound on the share of checks whose first token is the private one. None: what the pair's profile measured, less margin; a
     # pair without profile and without a bound is watched and never switched off.
     min_first_token: Annotated[float, Meta(ge=0, le=1)] | None = None

@@ -20,9 +20,9 @@ from kvkin.kv.plan import ReusePlan
 from kvkin.kv.provenance import exact_provenance
 from kvkin.router.chains import Match, Run
 from kvkin.router.drift_estimate import PairEstimate, left
-from kvkin.router.drift_types import DriftBound, DriftSettings, Group, Pair, SwitchedOff
+from kvkin.router.drift_types import DriftBound, DriftSettings, Pair, SwitchedOff
 from kvkin.router.policy_types import Decision, FamilyView, PolicyRequest
-from kvkin.router.taints import History, Taints, foreign, group_of, holders_of
+from kvkin.router.taints import History, Step, Taints, foreign, group_of
 from kvkin.transport.messages import DriftStatus, Reuse
 from kvkin.transport.node_messages import DriftCheck, DriftSample, DriftSource
 
@@ -67,15 +67,24 @@ class DriftWatch:
         """
         if not self._settings.share or not chosen(request_id, self._settings.share):
             return None
-        sources: dict[DriftSource, None] = {}
-        inherited = False
-        for segment in plan.segments:
-            inherited = inherited or not all(holder.exact for holder in holders_of(segment))
-            for lineage_id in sorted(foreign(segment, receiver)):
-                if lineage_id in self._names:
-                    name = self._names[lineage_id][0]
-                    sources[DriftSource(lineage_id, name, segment.kind, group_of(segment))] = None
-        return DriftCheck(self._settings.tokens, tuple(sources), inherited) if sources else None
+        own = [
+            Step(sender, receiver, segment.kind, group_of(segment))
+            for segment in plan.segments
+            for sender in sorted(foreign(segment, receiver))
+        ]
+        if self._names.keys().isdisjoint(step.sender for step in own):
+            return None
+        *_, (_, history) = self._taints.fold(plan, receiver)
+        # what the plan builds on is laid to the pairs that made it; where that is not known, or another model's, nobody is judged
+        whole = None if history is None else history.steps
+        inherited = whole is None or any(step.receiver != receiver for step in whole)
+        steps = own if whole is None or inherited else whole
+        sources = tuple(
+            DriftSource(step.sender, self._names[step.sender][0], step.kind, step.group)
+            for step in steps
+            if step.sender in self._names
+        )
+        return DriftCheck(self._settings.tokens, sources, inherited)
 
     def dispatched(self, plan: ReusePlan, receiver: bytes) -> None:
         """Remember what the blocks of a plan will come of."""
@@ -101,18 +110,21 @@ class DriftWatch:
     def sampled(self, sample: DriftSample, now: float) -> list[DriftStatus]:
         """Take in a sample; returns the pairs that it has switched off.
 
-        It counts for every sender of its plan in full: which of them it was cannot be told, so none gets away with it.
+        It judges a pair only if nothing else was in it: of several senders, or of blocks that somebody else had made approximate before,
+        it cannot be told whose fault it was.
         """
         switched = []
-        groups: dict[bytes, list[Group]] = {}
-        for source in sample.sources:
-            groups.setdefault(source.lineage_id, []).append(source.group)
-        for sender in filter(self._names.__contains__, groups):
+        senders = dict.fromkeys(source.lineage_id for source in sample.sources)
+        alone = len(senders) == 1 and not sample.inherited
+        for sender in filter(self._names.__contains__, senders):
             pair = (sender, sample.receiver)
             watched = self._watched(pair, now)
-            least = watched.bound.least_first_token(groups[sender])
-            watched.estimate = watched.estimate.with_sample(sample, least, self._settings.half_life_samples)
-            why = left(watched.estimate, watched.bound, self._settings.min_samples)
+            if not alone:
+                watched.estimate = watched.estimate.with_other()
+                continue
+            settings, bound = self._settings, watched.bound
+            watched.estimate = watched.estimate.with_sample(sample, bound, settings.half_life_samples)
+            why = left(watched.estimate, bound, settings.min_samples, settings.false_alarms)
             if why and not watched.off:
                 watched.off, watched.since, watched.why = True, now, why
                 switched.append(self._status(pair, watched, now))
@@ -244,8 +256,8 @@ class DriftWatch:
 
     def _status(self, pair: Pair, watched: _Watched, now: float) -> DriftStatus:
         estimate, bound = watched.estimate, watched.bound
-        judged = bound.judges and estimate.samples >= self._settings.min_samples
-        seen = estimate.samples > 0
+        judged = bound.num_bounds > 0 and estimate.own >= self._settings.min_samples
+        seen = estimate.own > 0
         return DriftStatus(
             sender=self._name(pair[0]),
             receiver=self._name(pair[1]),
@@ -266,7 +278,7 @@ def _least(estimate: PairEstimate, bound: DriftBound) -> float | None:
     """The bound on the first token as it was on average over what was checked; before that, the lowest of all groups."""
     if estimate.judged:
         return estimate.promised.mean
-    return bound.least_first_token([group for group, _ in bound.by_group] or [None])
+    return min((least for _, least in bound.by_group), default=bound.min_first_token)
 
 
 def chosen(request_id: str, share: float) -> bool:

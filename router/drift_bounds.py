@@ -21,6 +21,7 @@ def drift_settings(config: ClusterConfig, families: Iterable[ResolvedFamily], ro
         tokens=drift.tokens,
         min_samples=drift.min_samples,
         half_life_samples=drift.half_life_samples,
+        false_alarms=drift.false_alarms,
         bound=DriftBound(drift.min_first_token, drift.min_agreement, drift.max_divergence),
         bounds={pair: bound_of(found, drift) for family in families for pair, found in family.profiles.pairs.items()},
         memory=config.state_path / "drift" / f"{router}.json",

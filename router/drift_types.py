@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,16 +30,23 @@ class DriftBound(msgspec.Struct, frozen=True):
     profile: str = ""
 
     @property
-    def judges(self) -> bool:
-        """Whether there is anything to keep."""
-        bounds = (self.min_first_token, self.min_agreement, self.max_divergence)
-        return bool(self.by_group) or bounds != (None, None, None)
+    def num_bounds(self) -> int:
+        """How many figures have something to keep."""
+        first = bool(self.by_group) or self.min_first_token is not None
+        return first + (self.min_agreement is not None) + (self.max_divergence is not None)
 
-    def least_first_token(self, groups: Iterable[Group]) -> float | None:
-        """Bound on the first token of a plan that reuses the pair under ``groups``: that of the one that promises least."""
+    def least_first_token(self, groups: Sequence[Group]) -> float | None:
+        """Bound on the first token of a plan that reuses the pair in segments under ``groups``; None: none.
+
+        What was measured is that of one group by itself. Of several segments each may change the token, so their shares of other
+        tokens add up, as the losses do; ``min_first_token`` is for the plan as a whole.
+        """
+        if not self.by_group or not groups:
+            return self.min_first_token if groups else None
         known = dict(self.by_group)
         found = [known.get(group, self.min_first_token) for group in groups]
-        return min((one for one in found if one is not None), default=None)
+        shares = [one for one in found if one is not None]
+        return None if len(shares) < len(found) else max(0.0, 1.0 - sum(1.0 - one for one in shares))
 
 
 class DriftSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +59,7 @@ class DriftSettings(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 8
     min_samples: int = 16
     half_life_samples: float = 32.0
+    false_alarms: float = 0.01
     bound: DriftBound = DriftBound()
     bounds: Mapping[tuple[str, str], DriftBound] = {}
     memory: Path | None = None

@@ -274,10 +274,10 @@ class DriftStatus(msgspec.Struct, frozen=True):
     the first sample.
 
     ``state``: ``watching`` (too few samples, or no bound to keep), ``ok``, or ``off``: its bound was left, plans of the pair
-    are exact or private. ``since_s`` is how long that has been so. ``inherited`` of the ``samples`` built on blocks that were
-    tainted before. ``first_token``: share of checks in which the first token was the private one; ``agreement``: share of the
-    first tokens up to the first difference; ``divergence`` of the first token's distribution, in nats. ``min_*`` and
-    ``max_divergence`` are the bound (nil: none).
+    are exact or private. ``since_s`` is how long that has been so. In ``inherited`` of the ``samples`` there was KV of other pairs
+    as well: they count for nothing else. ``first_token``: share of checks in which the first token was the private one;
+    ``agreement``: share of the first tokens up to the first difference; ``divergence`` of the first token's distribution, in nats.
+    ``min_*`` and ``max_divergence`` are the bound (nil: none).
     """
 
     sender: str

@@ -109,7 +109,7 @@ class OrderDone(msgspec.Struct, frozen=True, tag="order_done"):
 
 
 class DriftSource(msgspec.Struct, frozen=True):
-    """A model whose KV a plan reuses approximately: its lineage id and name, and how. ``group`` are the recomputed layers
+    """A model whose KV is reused approximately: its lineage id and name, and how. ``group`` are the recomputed layers
     [start, stop) (none: full reuse, or token rows)."""
 
     lineage_id: bytes
@@ -169,7 +169,8 @@ class SnapshotWanted(msgspec.Struct, frozen=True, tag="snapshot_wanted"):
 class DriftCheck(msgspec.Struct, frozen=True):
     """Asks a node to compare a request with a private run of it, when it has nothing else to do: the first ``tokens`` tokens.
 
-    ``sources`` are the models whose KV the plan reuses approximately; ``inherited``: some of it was tainted before.
+    ``sources`` are the approximate reuses that the answer comes of, one for each segment, those included that earlier plans made
+    and that this one builds on; ``inherited``: it builds on more than can be named.
     """
 
     tokens: int

@@ -33,7 +33,7 @@ def test_each_group_is_bound_to_what_was_measured_of_it_less_the_margin() -> Non
     bound = bound_of(pair(), DriftConfig(margin=0.1))
     assert bound.by_group == ((None, pytest.approx(0.35)), ((0, 3), pytest.approx(0.85)), ((2, 4), pytest.approx(0.8)))
     assert (bound.min_first_token, bound.min_agreement, bound.max_divergence) == (None, None, None)
-    assert bound.judges
+    assert bound.num_bounds == 1
 
 
 def test_groups_that_cannot_run_here_bind_nobody() -> None:
@@ -43,7 +43,7 @@ def test_groups_that_cannot_run_here_bind_nobody() -> None:
 
 def test_a_profile_without_agreement_binds_to_nothing() -> None:
     groups = tuple(msgspec.structs.replace(one, first_token_agreement=None) for one in pair().profile.groups)
-    assert not bound_of(pair(groups=groups), DriftConfig()).judges
+    assert bound_of(pair(groups=groups), DriftConfig()).num_bounds == 0
 
 
 def test_what_the_operator_says_takes_its_place() -> None:
@@ -72,6 +72,7 @@ def test_everything_of_the_file_arrives(tmp_path: Path) -> None:
         tokens=3,
         min_samples=5,
         half_life_samples=9.0,
+        false_alarms=0.2,
         min_first_token=0.5,
         min_agreement=0.6,
         max_divergence=0.7,
@@ -79,6 +80,7 @@ def test_everything_of_the_file_arrives(tmp_path: Path) -> None:
     config = ClusterConfig(state_dir=str(tmp_path), families={}, nodes={}, drift=drift)
     settings = drift_settings(config, [], "router-1")
     assert (settings.share, settings.tokens, settings.min_samples, settings.half_life_samples) == (0.25, 3, 5, 9.0)
+    assert settings.false_alarms == 0.2
     assert settings.bound == DriftBound(0.5, 0.6, 0.7)
     # each router has a memory of its own: it judges by the samples that it got
     assert settings.memory == tmp_path / "drift" / "router-1.json"
