@@ -12,37 +12,38 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator, Coroutine
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-import numpy as np
 import tyro
 import uvloop
-from numpy.typing import NDArray
 from rich.console import Console
 
 from kvkin import __version__
+from kvkin.configs.families import resolve_cluster
 from kvkin.configs.loader import load_cluster, show_cluster
 from kvkin.configs.schema import ClusterConfig
 from kvkin.kv.errors import ConfigError, KvkinError
-from kvkin.tools import bench_serving_options as options
-from kvkin.tools import bench_serving_plan as plan
 from kvkin.tools import bench_serving_report as reports
+from kvkin.tools.bench_serving_options import Options
+from kvkin.tools.bench_serving_plan import Checked, Plan, check_options, entries_of, plan_load
 from kvkin.tools.bench_serving_plots import write_plots
 from kvkin.tools.bench_serving_progress import Progress, stderr_console
 from kvkin.tools.bench_serving_stats import RESAMPLES
-from kvkin.tools.bench_serving_sweep import PointResult, Sweep, SweepSettings, check_loads, plan_points
-from kvkin.tools.cluster_processes import ClusterProcesses
+from kvkin.tools.bench_serving_sweep import PointResult, Sweep, plan_points
+from kvkin.tools.cluster_processes import ClusterProcesses, local_nodes
 from kvkin.tools.demo import demo_config
-from kvkin.tools.load_tokens import TokenSource, family_vocabulary, range_vocabulary
+from kvkin.tools.load_tokens import TokenSource
 from kvkin.tools.local import status_until
+from kvkin.tools.out_folder import check_out_folder
 from kvkin.tools.plots import check_plots
 from kvkin.tools.prepare import prepare_missing
 from kvkin.tools.router_address import DEFAULT_CONFIG, router_address
 from kvkin.transport.client import AsyncClient
+from kvkin.transport.messages import ModelEntry
 
 EXIT_NOTHING, EXIT_INTERRUPTED = 1, 130
 REGISTER_S = 30.0
@@ -50,7 +51,7 @@ REGISTER_S = 30.0
 
 @tyro.conf.configure(tyro.conf.OmitArgPrefixes)
 @dataclass(frozen=True)
-class BenchServing:
+class BenchServing(Options):
     """Load a cluster at rising rates, with sharing and without, and report latencies, goodput and what was reused.
 
     Latencies count from each request's intended arrival. Ctrl-C reports the points that were completed.
@@ -58,43 +59,34 @@ class BenchServing:
     Example: kvkin bench serving --start --rates 0.5 1 2 --repeats 3 --slo-ttft 2 --out results
     """
 
-    cluster: Annotated[options.ClusterOptions, tyro.conf.arg(name="cluster")] = field(
-        default_factory=options.ClusterOptions
-    )
-    load: Annotated[options.LoadOptions, tyro.conf.arg(name="load")] = field(default_factory=options.LoadOptions)
-    models: Annotated[options.ModelOptions, tyro.conf.arg(name="model")] = field(default_factory=options.ModelOptions)
-    agents: Annotated[options.AgentOptions, tyro.conf.arg(name="agent workload")] = field(
-        default_factory=options.AgentOptions
-    )
-    trace: Annotated[options.TraceOptions, tyro.conf.arg(name="trace workload")] = field(
-        default_factory=options.TraceOptions
-    )
-    compare: Annotated[options.CompareOptions, tyro.conf.arg(name="comparison")] = field(
-        default_factory=options.CompareOptions
-    )
-    limits: Annotated[options.LimitOptions, tyro.conf.arg(name="limit")] = field(default_factory=options.LimitOptions)
-    output: Annotated[options.OutputOptions, tyro.conf.arg(name="output")] = field(
-        default_factory=options.OutputOptions
-    )
-
     def run(self) -> int:
-        settings = plan.sweep_settings(self.load, self.models, self.compare, self.limits)
-        plan.check_workload(self.load, self.trace)
-        if self.output.out is not None:
-            check_plots("or leave out --out")
-        cluster = self.cluster
-        if cluster.address is not None and (cluster.start or self.models.vocab is None):
-            problem = "given with --start" if cluster.start else "given without --vocab"
-            raise ConfigError("--address", problem, "--config FILE, or --address ADDRESS --vocab START STOP")
-        bench = Bench(self, settings)
-        return uvloop.run(bench.run())
+        checked = check_options(self)
+        self.check_output()
+        return uvloop.run(Bench(self, checked).run())
+
+    def check_output(self) -> None:
+        """ConfigError for a folder that cannot be used, or holds the results of another run, and for a lack of matplotlib."""
+        out = self.output.out
+        if out is None:
+            _refuse_unless(not self.output.overwrite, "--overwrite", "given without --out", "both")
+            return
+        check_plots("or leave out --out")
+        check_out_folder("--out", out)
+        there = (out / reports.JSON_FILE).exists()
+        _refuse_unless(
+            self.output.overwrite or not there,
+            "--out",
+            f"{out} already holds {reports.JSON_FILE}",
+            "--overwrite, or another folder",
+        )
 
 
 class Bench:
-    """One call of the command."""
+    """One call of the command, whose options are ``checked``."""
 
-    def __init__(self, command: BenchServing, settings: SweepSettings) -> None:
-        self._command, self._settings = command, settings
+    def __init__(self, command: BenchServing, checked: Checked) -> None:
+        self._command, self._checked = command, checked
+        self._settings = checked.settings
         self._console = stderr_console()
         self._sweep: Sweep | None = None
         self._known: dict[str, Any] = {}
@@ -125,51 +117,52 @@ class Bench:
 
     async def _measure(self) -> None:
         cluster = self._command.cluster
-        async with contextlib.AsyncExitStack() as stack:
-            config: ClusterConfig | None = None
-            if cluster.start:
-                config = demo_config(cluster.config)
-                prepare_missing(config)
-                address = await stack.enter_async_context(self._started(config))
-            else:
-                address = router_address(cluster.config, cluster.address)
-                if cluster.address is None:
-                    config = load_cluster(cluster.config or DEFAULT_CONFIG)
-            client = await stack.enter_async_context(AsyncClient(address))
-            if config is not None and cluster.start:
-                workers = set(config.prefill_nodes) | set(config.decode_nodes)
-                await status_until(client.status, lambda now: {one.name for one in now.nodes} >= workers, REGISTER_S)
-            await self._sweep_on(client, config)
+        if cluster.start:
+            await self._measure_started(demo_config(cluster.config))
+            return
+        address = router_address(cluster.config, cluster.address)
+        config = load_cluster(cluster.config or DEFAULT_CONFIG) if cluster.address is None else None
+        async with AsyncClient(address) as client:
+            await self._sweep_on(client, await self._plan(await client.models(), config))
 
-    async def _sweep_on(self, client: AsyncClient, config: ClusterConfig | None) -> None:
-        command, settings = self._command, self._settings
-        entries = plan.choose_models(command.models.models, await client.models())
-        vocabulary = self._vocabulary(config, entries[0].family)
-        workload = plan.build_workload(command.load, command.models, command.agents, command.trace, entries, vocabulary)
-        await asyncio.to_thread(check_loads, workload, settings, plan.room(entries))
+    async def _measure_started(self, config: ClusterConfig) -> None:
+        """On a cluster of child processes. What the file and its checkpoints tell is checked before they are started."""
+        here = local_nodes(config)
+        elsewhere = [name for name in config.nodes if name not in here]
+        _refuse_unless(
+            not elsewhere,
+            "--start",
+            f"not on this host: {', '.join(elsewhere)}",
+            "a file of this host, or a running cluster",
+        )
+        check_out_folder("state_dir", config.state_path)
+        prepare_missing(config)
+        resolved = await asyncio.to_thread(resolve_cluster, config)
+        plan = await self._plan(entries_of(resolved), config)
+        async with self._started(config) as address, AsyncClient(address) as client:
+            workers = set(config.prefill_nodes) | set(config.decode_nodes)
+            await status_until(client.status, lambda now: {one.name for one in now.nodes} >= workers, REGISTER_S)
+            await self._sweep_on(client, plan)
+
+    async def _plan(self, known: Sequence[ModelEntry], config: ClusterConfig | None) -> Plan:
+        # drawing all loads takes seconds
+        return await asyncio.to_thread(plan_load, self._command, self._checked, known, config)
+
+    async def _sweep_on(self, client: AsyncClient, plan: Plan) -> None:
+        settings, workload = self._settings, plan.workload
         nodes = (await client.status()).nodes
         points = plan_points(settings.arms, workload.rates, settings.repeats)
         self._known = {
-            "models": [entry.name for entry in entries],
+            "models": list(plan.models),
             "rates": list(workload.rates),
-            "vocabulary_ids": len(vocabulary),
+            "vocabulary_ids": len(plan.vocabulary),
             "salt": settings.salt,
             "nodes": [{"name": node.name, "role": node.role, "models": list(node.models)} for node in nodes],
         }
         progress = Progress([(point, workload.horizon_s(point.rate, point.repeat)) for point in points], self._console)
-        watcher = _Saving(progress, self)
-        self._sweep = Sweep(client, workload, [entry.name for entry in entries], settings, watcher)
+        self._sweep = Sweep(client, workload, plan.models, settings, _Saving(progress, self))
         async with progress.showing():
-            await self._sweep.run(TokenSource(vocabulary, command.models.seed, f"{settings.salt}/wake"))
-
-    def _vocabulary(self, config: ClusterConfig | None, family: str) -> NDArray[np.int64]:
-        bounds = self._command.models.vocab
-        if bounds is not None:
-            return range_vocabulary(bounds)
-        assert config is not None, "--address without --vocab is refused"
-        if family not in config.families:
-            raise ConfigError("--config", f"the cluster's family {family} is not in the file", "the cluster's own file")
-        return family_vocabulary(config, family)
+            await self._sweep.run(TokenSource(plan.vocabulary, self._command.models.seed, f"{settings.salt}/wake"))
 
     @contextlib.asynccontextmanager
     async def _started(self, config: ClusterConfig) -> AsyncIterator[str]:
@@ -252,6 +245,11 @@ async def _until_signal(work: Coroutine[Any, Any, None]) -> None:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+
+
+def _refuse_unless(fits: bool, option: str, problem: str, allowed: str) -> None:
+    if not fits:
+        raise ConfigError(option, problem, allowed)
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

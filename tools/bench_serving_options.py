@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -184,3 +184,20 @@ class OutputOptions:
 
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Also write results.json, requests.csv and plots (SVG and PNG; needs matplotlib) there."""
+
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Replace the results that --out already holds."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """All of them."""
+
+    cluster: Annotated[ClusterOptions, tyro.conf.arg(name="cluster")] = field(default_factory=ClusterOptions)
+    load: Annotated[LoadOptions, tyro.conf.arg(name="load")] = field(default_factory=LoadOptions)
+    models: Annotated[ModelOptions, tyro.conf.arg(name="model")] = field(default_factory=ModelOptions)
+    agents: Annotated[AgentOptions, tyro.conf.arg(name="agent workload")] = field(default_factory=AgentOptions)
+    trace: Annotated[TraceOptions, tyro.conf.arg(name="trace workload")] = field(default_factory=TraceOptions)
+    compare: Annotated[CompareOptions, tyro.conf.arg(name="comparison")] = field(default_factory=CompareOptions)
+    limits: Annotated[LimitOptions, tyro.conf.arg(name="limit")] = field(default_factory=LimitOptions)
+    output: Annotated[OutputOptions, tyro.conf.arg(name="output")] = field(default_factory=OutputOptions)

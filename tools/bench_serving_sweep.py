@@ -18,6 +18,7 @@ from kvkin.kv.errors import ConfigError, NodeUnavailable
 from kvkin.tools.bench_serving_stats import Objective, PointFigures, point_figures
 from kvkin.tools.bench_serving_workloads import Workload
 from kvkin.tools.load_records import RequestRecord
+from kvkin.tools.load_requests import Load
 from kvkin.tools.load_runner import Asking, LoadLimits, LoadRun, flag_warm_up
 from kvkin.tools.load_tokens import TokenSource
 from kvkin.transport.client import AsyncClient
@@ -67,6 +68,14 @@ class SweepSettings(msgspec.Struct, frozen=True, kw_only=True):
     warm_up_s: float
     idle_s: float
     salt: str
+
+
+class Room(msgspec.Struct, frozen=True):
+    """What the models and the cluster take of one request, in tokens: prompt and answer together, and each by itself."""
+
+    context_tokens: int
+    prompt_tokens: int
+    new_tokens: int
 
 
 class Watcher(Protocol):
@@ -183,8 +192,8 @@ class Sweep:
             await asyncio.sleep(IDLE_POLL_S)
 
 
-def check_loads(workload: Workload, settings: SweepSettings, max_context_tokens: int) -> None:
-    """Raise ConfigError for a point without measured requests, or with one that the models have no room for."""
+def check_loads(workload: Workload, settings: SweepSettings, room: Room) -> None:
+    """Raise ConfigError for a point without measured requests, or with one that there is no room for."""
     for rate in workload.rates:
         for repeat in range(settings.repeats if workload.repeats_differ else 1):
             load = workload.load(rate, repeat, "check")
@@ -197,10 +206,19 @@ def check_loads(workload: Workload, settings: SweepSettings, max_context_tokens:
                     f"at {rate:g} requests/s {len(load.requests)} requests arrive, {warm_up} of them in the warm-up"
                 )
                 raise ConfigError("--duration", problem, "more time or sessions, a higher rate, or less --warm-up")
-            if load.longest > max_context_tokens:
-                problem = f"a prompt with its answer has {load.longest} tokens"
-                allowed = f"up to {max_context_tokens} in all, what the models have room for"
-                raise ConfigError("--context-tokens", problem, allowed)
+            _check_sizes(load, room)
+
+
+def _check_sizes(load: Load, room: Room) -> None:
+    prompt = max(len(one.token_ids) for one in load.requests)
+    answer = max(one.output_tokens for one in load.requests)
+    for option, what, tokens, most in (
+        ("--output-tokens", "an answer", answer, room.new_tokens),
+        ("--context-tokens", "a prompt with its answer", load.longest, room.context_tokens),
+        ("--context-tokens", "a prompt", prompt, room.prompt_tokens),
+    ):
+        if tokens > most:
+            raise ConfigError(option, f"{what} has {tokens} tokens", f"up to {most}, what the models have room for")
 
 
 def grown(before: StatusReply, after: StatusReply) -> dict[str, int]:

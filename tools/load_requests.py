@@ -90,13 +90,14 @@ class Span(msgspec.Struct, frozen=True):
         return generator.randint(self.low, self.high)
 
 
-def parse_span(text: str, key: str, least: int = 1) -> Span:
+def parse_span(text: str, key: str, least: int = 1, most: int = 1 << 30) -> Span:
     """``8`` or ``300-700``. Raises ConfigError under ``key``."""
     low, dash, high = text.partition("-")
-    allowed = f"a number such as 8 or a range such as 4-6, from {least} on"
-    if not low.isdecimal() or (dash and not high.isdecimal()):
+    allowed = f"a number such as 8 or a range such as 4-6, from {least} to {most}"
+    # Python refuses to read numbers of thousands of digits, with an error of its own
+    if len(text) > 64 or not low.isdecimal() or (dash and not high.isdecimal()):
         raise ConfigError(key, f"{text!r} is neither a number nor a range", allowed)
     span = Span(int(low), int(high or low))
-    if not least <= span.low <= span.high:
+    if not least <= span.low <= span.high <= most:
         raise ConfigError(key, f"{text!r} is no range of usable numbers", allowed)
     return span

@@ -1,6 +1,6 @@
 """Token ids for load: drawn from a family's vocabulary by name, so that equal names give equal ids in every process and run.
 
-Pure but for ``family_vocabulary``, which reads a tokenizer's JSON. Ids come out of SHAKE-128 over (seed, salt, name): a longer draw
+Pure but for ``family_vocabulary`` and ``vocabulary_size``, which read a checkpoint's JSON. Ids come out of SHAKE-128 over (seed, salt, name): a longer draw
 under one name begins with the shorter one, and draws under different salts have nothing in common. Used by the workloads of
 ``kvkin bench serving``.
 """
@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkin.configs.architectures import read_geometry
 from kvkin.configs.checkpoints import locate
 from kvkin.configs.convert import child_key
 from kvkin.configs.prompt_files import read_eos_ids, read_tokenizer
@@ -47,6 +48,14 @@ def range_vocabulary(bounds: tuple[int, int]) -> NDArray[np.int64]:
     if start < 0 or stop - start < MIN_IDS:
         raise ConfigError("--vocab", f"{start} {stop}", f"start and stop of at least {MIN_IDS} ids, from 0 on")
     return np.arange(start, stop, dtype=np.int64)
+
+
+def vocabulary_size(config: ClusterConfig, family_name: str) -> int:
+    """How many token ids the base of a family embeds. Raises ConfigError if its checkpoint cannot be read."""
+    family = config.families[family_name]
+    key = f"{child_key(child_key('families', family_name) + '.models', family.base)}.checkpoint"
+    folder = locate(family.models[family.base].checkpoint, "config.json", key)
+    return read_geometry(read_json(folder / "config.json", key), key).vocab_size
 
 
 def family_vocabulary(config: ClusterConfig, family_name: str) -> NDArray[np.int64]:

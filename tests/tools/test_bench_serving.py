@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import csv
+import errno
 import json
 import os
 import signal
@@ -17,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import psutil
 import pytest
+import yaml
 from mock_node import MockNode, choose_privately, make_settings, until
 from tiny_cluster import BASE, FULL, UPPER, make_cluster
 
@@ -30,8 +31,8 @@ from kvkin.router.settings import Timeouts
 from kvkin.tools import bench_serving as bench
 from kvkin.tools import bench_serving_options as options
 from kvkin.tools import bench_serving_plan as plan
-from kvkin.tools import bench_serving_sweep
-from kvkin.tools.bench_serving_sweep import SweepSettings, asking_for, plan_points
+from kvkin.tools import bench_serving_sweep, out_folder, plots
+from kvkin.tools.bench_serving_sweep import Room, SweepSettings, asking_for, plan_points
 from kvkin.tools.cli import main
 from kvkin.tools.load_runner import Asking
 from kvkin.tools.local import LocalCluster
@@ -45,7 +46,7 @@ LOST = ("timed_out", "cut_off", "not_sent", "abandoned", "never_due")
 
 def command_for(address: str, out: Path | None = None, **parts: Any) -> bench.BenchServing:
     """Four short sessions at a rate that makes them overlap."""
-    agents = {
+    agents: dict[str, Any] = {
         "sessions": 4,
         "session_turns": "3",
         "system_tokens": 16,
@@ -53,6 +54,8 @@ def command_for(address: str, out: Path | None = None, **parts: Any) -> bench.Be
         "new_tokens": "8",
         "output_tokens": "4",
     }
+    if "trace" in parts:
+        agents = {}
     return bench.BenchServing(
         cluster=options.ClusterOptions(address=address),
         load=options.LoadOptions(**{"rates": (20.0,)} | parts.get("load", {})),
@@ -66,11 +69,11 @@ def command_for(address: str, out: Path | None = None, **parts: Any) -> bench.Be
 
 
 def settings_of(command: bench.BenchServing) -> SweepSettings:
-    return plan.sweep_settings(command.load, command.models, command.compare, command.limits)
+    return plan.check_options(command).settings
 
 
 async def run(command: bench.BenchServing) -> int:
-    return await bench.Bench(command, settings_of(command)).run()
+    return await bench.Bench(command, plan.check_options(command)).run()
 
 
 def json_lines(printed: pytest.CaptureFixture[str] | str) -> list[dict[str, Any]]:
@@ -204,8 +207,7 @@ async def test_a_node_that_is_gone_and_models_that_are_none(tmp_path: Path) -> N
                 ConfigError, match="--duration: at 20 requests/s 12 requests arrive, 12 of them in the warm-up"
             ):
                 await run(command_for(address, compare={"warm_up": "12"}))
-            # known, but nobody serves it: noticed when every model answers once
-            with pytest.raises(NodeUnavailable):
+            with pytest.raises(ConfigError, match=r"--models: no decode node serves tuned now \(allowed: base\)"):
                 await run(command_for(address, models={"models": ("base", "tuned")}))
 
 
@@ -372,32 +374,11 @@ def test_a_node_dies_and_ctrl_c_ends_a_started_cluster(tmp_path: Path) -> None:
 # --- what it refuses -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        (["--rates", "0"], "--rates: (0.0,) (allowed: above 0)"),
-        (["--rates", "1", "1"], "--rates: one of them is given twice"),
-        (["--rates", "nan"], "--rates"),
-        (["--arms", "off", "off"], "--arms: one of them is given twice"),
-        (["--repeats", "0"], "--repeats: 0 runs measure nothing"),
-        (["--duration", "0"], "--duration: 0.0 (allowed: seconds above 0)"),
-        (["--timeout", "inf"], "--timeout: inf"),
-        (["--slo-ttft", "-1"], "--slo-ttft: -1.0"),
-        (["--send-slo"], "--send-slo: given without --slo-ttft"),
-        (["--think", "-1"], "--think: -1.0 (allowed: 0 or more)"),
-        (["--max-in-flight", "0"], "--max-in-flight: 0"),
-        (["--warm-up", "soon"], "--warm-up: 'soon' (allowed: requests such as 8, or seconds such as 8s)"),
-        (["--workload", "trace"], "--trace: not given with --workload trace"),
-        (["--workload", "agents", "--trace", "x"], "--trace: given with --workload agents"),
-        (["--speed-up", "2"], "--speed-up: given without --trace"),
-        (["--trace", "x", "--speed-up", "2", "--rates", "1"], "--speed-up: given with --rates"),
-        (["--trace", "x", "--tokens-per-hash", "0"], "--tokens-per-hash: 0"),
-        (["--address", "127.0.0.1:1"], "--address: given without --vocab"),
-        (["--address", "127.0.0.1:1", "--vocab", "3", "99", "--start"], "--address: given with --start"),
-        (["--config", "no/such.yaml"], "no/such.yaml: no such file"),
-    ],
-)
-def test_what_cannot_be_is_one_line_and_exit_2(typed: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+ONE_REQUEST = '{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}\n'
+
+
+def refused(typed: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line and exit code 2."""
     assert main(["bench", "serving", *typed]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(f"kvkin: {said}"), captured.err
@@ -405,39 +386,200 @@ def test_what_cannot_be_is_one_line_and_exit_2(typed: list[str], said: str, caps
     assert captured.out == ""
 
 
-def test_options_that_need_the_cluster_are_checked_too() -> None:
+@pytest.fixture
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever would start or ask a cluster fails the test."""
+
+    def never(*arguments: Any, **named: Any) -> Any:
+        pytest.fail("a cluster was started or asked")
+
+    for name in ("ClusterProcesses", "AsyncClient"):
+        monkeypatch.setattr(bench, name, never)
+
+
+@pytest.mark.usefixtures("no_cluster")
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["--rates", "0"], "--rates: (0.0,) (allowed: above 0)"),
+        (["--rates", "1", "1"], "--rates: one of them is given twice"),
+        (["--rates", "nan"], "--rates"),
+        (["--rates", "1e9"], "--rates: about 6e+10 requests would arrive in a point (allowed: up to 100000"),
+        (["--rates", "9", "--duration", "1e9"], "--rates: about 9e+09 requests"),
+        (["--sessions", "90000", "--session-turns", "4"], "--sessions: about 3.6e+05 requests"),
+        (["--sessions", "0"], "--sessions: 0 (allowed: 1 to 100000)"),
+        (["--session-turns", "4-2"], "--session-turns: '4-2' is no range"),
+        (["--session-turns", "4-99999"], "--session-turns: '4-99999' is no range"),
+        (["--system-tokens", "-1"], "--system-tokens: -1 (allowed: 0 to 1048576)"),
+        (["--context-tokens", "many"], "--context-tokens: 'many' is neither a number nor a range"),
+        (["--context-tokens", "9" * 5000], "--context-tokens: '999"),
+        (["--new-tokens", "0"], "--new-tokens: '0' is no range"),
+        (["--output-tokens", "8-"], "--output-tokens: '8-' is neither"),
+        (["--documents", "-1"], "--documents: -1"),
+        (["--arms", "off", "off"], "--arms: one of them is given twice"),
+        (["--repeats", "0"], "--repeats: 0 (allowed: 1 to 1000)"),
+        (["--repeats", "1000000000"], "--repeats: 1000000000"),
+        (["--duration", "0"], "--duration: 0.0 (allowed: seconds above 0)"),
+        (["--timeout", "inf"], "--timeout: inf"),
+        (["--deadline", "-2"], "--deadline: -2.0"),
+        (["--idle", "0"], "--idle: 0.0"),
+        (["--drain", "nan"], "--drain: nan"),
+        (["--late-ms", "-1"], "--late-ms: -1.0"),
+        (["--max-loss", "nan"], "--max-loss: nan"),
+        (["--share-hint", "inf"], "--share-hint: inf"),
+        (["--slo-ttft", "-1"], "--slo-ttft: -1.0"),
+        (["--slo-tbt", "0"], "--slo-tbt: 0.0"),
+        (["--send-slo"], "--send-slo: given without --slo-ttft"),
+        (["--think", "-1"], "--think: -1.0 (allowed: 0 or more)"),
+        (["--max-in-flight", "0"], "--max-in-flight: 0"),
+        (["--warm-up", "soon"], "--warm-up: 'soon' (allowed: requests such as 8, or seconds such as 8s)"),
+        (["--seed", str(2**64)], "--seed: 18446744073709551616"),
+        (["--models", "a", "b", "a"], "--models: one of them is given twice"),
+        (["--vocab", "9", "3"], "--vocab: 9 3 (allowed: start and stop of at least 16 ids, from 0 on)"),
+        (["--workload", "trace"], "--trace: not given with --workload trace"),
+        (["--workload", "agents", "--trace", "x"], "--trace: given with --workload agents"),
+        (["--speed-up", "2"], "--speed-up: given without --trace"),
+        (["--bursts"], "--bursts: given without --trace"),
+        (["--requests", "9"], "--requests: given without --trace"),
+        (["--max-output-tokens", "9"], "--max-output-tokens: given without --trace"),
+        (["--trace", "x", "--speed-up", "2", "--rates", "1"], "--speed-up: given with --rates"),
+        (["--trace", "x", "--speed-up", "0"], "--speed-up: (0.0,)"),
+        (["--trace", "x", "--tokens-per-hash", "0"], "--tokens-per-hash: 0"),
+        (["--trace", "x", "--requests", "0"], "--requests: 0"),
+        (["--trace", "x", "--session-turns", "9"], "--session-turns: given with a trace"),
+        (["--trace", "x", "--arrivals", "fixed"], "--arrivals: given with a trace"),
+        (["--trace", "no/such.jsonl"], "--trace: no/such.jsonl: no such file"),
+        (["--address", "127.0.0.1:1"], "--address: given without --vocab"),
+        (["--address", "127.0.0.1:1", "--vocab", "3", "99", "--start"], "--address: given with --start"),
+        (
+            ["--address", "127.0.0.1:1", "--vocab", "3", "99", "--config", "x"],
+            "--address: given together with --config",
+        ),
+        (["--config", "no/such.yaml"], "no/such.yaml: no such file"),
+        (["--config", "no/such.yaml", "--start"], "no/such.yaml: no such file"),
+        (["--overwrite"], "--overwrite: given without --out"),
+        (["--out", "/dev/null"], "--out: /dev/null is no folder"),
+        (["--out", "/dev/null/results"], "--out: /dev/null is no folder"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_2_before_a_cluster_is_asked(
+    typed: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(typed, said, capsys)
+
+
+@pytest.mark.usefixtures("no_cluster")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", " has no requests"),
+        ("{}\n", ", line 1: not a request: "),
+        (ONE_REQUEST + "[]\n", ", line 2: not a request: "),
+        (ONE_REQUEST.replace("[0, 1]", "[0]"), ", line 1: 1 hash_ids for input_length 600"),
+        (ONE_REQUEST.replace("600", "0"), ", line 1: a length or the timestamp is too small"),
+        ("\ud800", ", line 1: not a request: "),
+    ],
+)
+@pytest.mark.parametrize("start", [False, True])
+def test_a_trace_is_read_before_a_cluster_is_asked(
+    text: str, said: str, start: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_bytes(text.encode(errors="surrogatepass"))
+    key = f"{file}" if "line" in said else f"--trace: {file}"
+    refused(["--trace", str(file), *(["--start"] if start else [])], f"{key}{said}", capsys)
+
+
+@pytest.mark.usefixtures("no_cluster")
+def test_an_output_folder_is_tried_before_a_cluster_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "results.json").touch()
+    refused(["--out", str(out)], f"--out: {out} already holds results.json (allowed: --overwrite, or another", capsys)
+    # the next thing to be refused is another one
+    refused(["--out", str(out), "--overwrite", "--config", "no/such.yaml"], "no/such.yaml: no such file", capsys)
+    assert [one.name for one in out.iterdir()] == ["results.json"]
+    refused(["--out", str(tmp_path / "new" / "er"), "--config", "no/such.yaml"], "no/such.yaml: no such file", capsys)
+    assert not (tmp_path / "new").exists()
+
+    def full(*arguments: Any, **named: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(out_folder.tempfile, "TemporaryDirectory", full)
+        refused(["--out", str(tmp_path / "new")], f"--out: {tmp_path / 'new'} cannot be written: No space left", capsys)
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    refused(["--out", str(tmp_path / "new")], "plot: figures need the package matplotlib", capsys)
+
+
+@pytest.mark.usefixtures("no_cluster")
+@pytest.mark.parametrize(
+    ("typed", "edit", "said"),
+    [
+        (
+            ["--models", "tiny-bas"],
+            {},
+            "--models: the cluster has no model 'tiny-bas' (allowed: did you mean 'tiny-base'",
+        ),
+        (["--models", FULL], {"decode-full": None}, f"--models: no decode node serves {FULL} now"),
+        (["--vocab", "3", "999"], {}, "--vocab: tiny has 320 tokens (allowed: ids from 0 up to 320)"),
+        (["--context-tokens", "3000"], {}, "--context-tokens: a prompt with its answer has 3"),
+        (["--output-tokens", "20"], {"limits": {"max_new_tokens": 10}}, "--output-tokens: an answer has 20 tokens"),
+        (["--system-tokens", "700"], {"limits": {"max_prompt_tokens": 600}}, "--context-tokens: a prompt has 1"),
+        (["--warm-up", "1000s"], {}, "--duration: at 0.2 requests/s"),
+        ([], {"state_dir": "/dev/null"}, "state_dir: /dev/null is no folder"),
+        ([], {"router-0": {"role": "router", "host": "192.0.2.1"}}, "--start: not on this host: router-0"),
+        ([], {"checkpoint": "./no/such"}, "families.tiny.models.tiny-base.checkpoint: no such folder: no/such"),
+    ],
+)
+def test_what_the_file_tells_is_checked_before_its_cluster_is_started(
+    typed: list[str], edit: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = make_cluster(tmp_path)
+    cluster = yaml.safe_load(file.read_text())
+    cluster["transport"]["insecure"] = True
+    for name, value in edit.items():
+        if name == "checkpoint":
+            cluster["families"]["tiny"]["models"][BASE]["checkpoint"] = value
+        elif name in cluster["nodes"]:
+            cluster["nodes"][name] = value
+        else:
+            cluster[name] = value
+    cluster["nodes"] = {name: node for name, node in cluster["nodes"].items() if node is not None}
+    file.write_text(yaml.safe_dump(cluster, sort_keys=False))
+    refused(["--config", str(file), "--start", *typed], said, capsys)
+
+
+def test_options_that_need_the_cluster_are_checked_too(tmp_path: Path) -> None:
     entries = [ModelEntry("a", "x", 100, ("d0",)), ModelEntry("b", "y", 50, ("d1",)), ModelEntry("c", "x", 80, ())]
     assert [entry.name for entry in plan.choose_models((), entries[:1] + entries[2:])] == ["a"]
-    assert [entry.name for entry in plan.choose_models(("c", "a"), entries)] == ["c", "a"]
-    for wanted, said in (((), "of the families x, y"), (("a", "a"), "given twice"), (("z",), "has no model 'z'")):
+    served = [*entries[:2], ModelEntry("c", "x", 80, ("d2",))]
+    assert [entry.name for entry in plan.choose_models(("c", "a"), served)] == ["c", "a"]
+    for wanted, said in (((), "of the families x, y"), (("c",), "no decode node serves c"), (("z",), "no model 'z'")):
         with pytest.raises(ConfigError, match=said):
             plan.choose_models(wanted, entries)
-    assert plan.room(entries) == 50
-    vocabulary = np.arange(20)
+    assert plan.room_of(entries, None) == Room(50, 49, 49)
 
-    def workload(agents: dict[str, Any], trace: dict[str, Any]) -> Any:
-        return plan.build_workload(
-            options.LoadOptions(),
-            options.ModelOptions(),
-            options.AgentOptions(**agents),
-            options.TraceOptions(**trace),
-            entries[:1],
-            vocabulary,
+    def workload(agents: dict[str, Any], **trace: Any) -> Any:
+        command = bench.BenchServing(
+            cluster=options.ClusterOptions(address="somewhere"),
+            models=options.ModelOptions(vocab=(0, 20)),
+            agents=options.AgentOptions(**agents),
+            trace=options.TraceOptions(**trace),
         )
+        return plan.plan_load(command, plan.check_options(command), entries[:1], None).workload
 
-    for agents, trace, said in (
-        ({"sessions": 0}, {}, "--sessions"),
-        ({"session_turns": "4-2"}, {}, "--session-turns"),
-        ({"system_tokens": -1}, {}, "--system-tokens"),
-        ({"documents": -1}, {}, "--documents"),
-        ({}, {"trace": Path("no/such.jsonl")}, "no such file"),
-        ({}, {"trace": Path("no/such.jsonl"), "max_output_tokens": 100}, "--max-output-tokens: 100 fill the context"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            workload(agents, trace)
-    assert workload({}, {}).rates == plan.DEFAULT_RATES
-    assert workload({}, {}).common.duration_s == plan.DEFAULT_DURATION_S
-    assert workload({"sessions": 3}, {}).common.duration_s is None
+    small = {"system_tokens": 1, "context_tokens": "1", "new_tokens": "1", "output_tokens": "1"}
+    assert workload(small).rates == plan.DEFAULT_RATES
+    assert workload(small).common.duration_s == plan.DEFAULT_DURATION_S
+    assert workload(small | {"sessions": 3}).common.duration_s is None
+    file = tmp_path / "trace.jsonl"
+    file.write_text(ONE_REQUEST)
+    with pytest.raises(ConfigError, match=r"--max-output-tokens: 100 is too long an answer here \(allowed: 1 to 99\)"):
+        workload({}, trace=file, max_output_tokens=100)
+    assert workload({}, trace=file, max_output_tokens=90).load(1.0, 0, "s").requests[0].truncated == 27
 
 
 def test_arms_ask_for_what_they_are_named_after() -> None:
