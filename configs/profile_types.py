@@ -122,13 +122,24 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
 
 class MeasuredGroup(msgspec.Struct, frozen=True, kw_only=True):
     """One recompute group. ``quality`` is there where answers were generated, ``recompute_s`` is the measured median of
-    recomputing the context, ``first_token_agreement`` the share of inputs whose first token is full prefill's."""
+    recomputing the context, ``first_token_agreement`` the share of inputs whose first token is full prefill's.
+
+    ``expected_loss`` is what the losses of all groups together say of this one: never below 0, and never less for a group that
+    diverges more. Frontier and choice go by it: of many groups' own noisy losses the lowest is that of the luckiest."""
 
     group: Group
     divergence: Divergence | None = None
     quality: Quality | None = None
     recompute_s: float | None = None
     first_token_agreement: Share | None = None
+    expected_loss: float | None = None
+
+    @property
+    def loss(self) -> float | None:
+        """The loss to reckon with; None where no answers were generated."""
+        if self.quality is None:
+            return None
+        return self.quality.loss if self.expected_loss is None else self.expected_loss
 
 
 class ProfilePoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,8 +182,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         return self.receiver.num_layers
 
     def points(self) -> tuple[Point, ...]:
-        """Every group for which answers were generated, with its measured mean loss."""
-        return tuple(point(layer_group(one.group), one.quality.loss) for one in self.groups if one.quality is not None)
+        """Every group for which answers were generated, with the loss to reckon with."""
+        return tuple(point(layer_group(one.group), one.loss) for one in self.groups if one.loss is not None)
 
 
 def layer_group(group: Group) -> LayerGroup | None:

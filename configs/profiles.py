@@ -161,7 +161,9 @@ def _contradictions(profile: Profile) -> Iterator[tuple[str, str, str]]:
         if one.group in seen:
             yield f"groups[{index}].group", f"stands in groups[{seen[one.group]}] as well", "each group once"
         seen[one.group] = index
-    losses = {one.group: one.quality.loss for one in profile.groups if one.quality is not None}
+        if one.expected_loss is not None and one.quality is None:
+            yield f"groups[{index}].expected_loss", "stands without a quality", "a loss that was measured"
+    losses = {one.group: one.loss for one in profile.groups if one.loss is not None}
     points = [(f"frontier[{index}]", one) for index, one in enumerate(profile.frontier)]
     if profile.chosen is not None:
         points.append(("chosen", profile.chosen))
@@ -172,7 +174,7 @@ def _contradictions(profile: Profile) -> Iterator[tuple[str, str, str]]:
         if chosen.group not in losses:
             yield f"{key}.group", f"{chosen.group} has no measured quality", "a group of groups with a quality"
         elif not math.isclose(chosen.loss, losses[chosen.group], rel_tol=1e-4, abs_tol=1e-6):
-            yield f"{key}.loss", f"{chosen.loss:g} is not what was measured", f"{losses[chosen.group]:g}"
+            yield f"{key}.loss", f"{chosen.loss:g} is not that of its group", f"{losses[chosen.group]:g}"
 
 
 def _digests_of(side: str, model: ProfiledModel) -> Iterator[tuple[str, str]]:

@@ -50,14 +50,14 @@ def _frontier(axes: Any, profile: Profile, sensitivities: np.ndarray) -> None:
     measured = [one for one in profile.groups if one.quality is not None]
     layers = [0 if one.group is None else one.group[1] - one.group[0] for one in measured]
     losses = [one.quality.loss * 100 for one in measured if one.quality is not None]
-    axes.scatter(layers, losses, color="0.6", s=18, label="measured groups")
+    axes.scatter(layers, losses, color="0.6", s=18, label="measured groups, their own loss")
     axes.step(
         [one.layers for one in profile.frontier],
         [one.loss * 100 for one in profile.frontier],
         where="post",
         marker="o",
         color="tab:blue",
-        label="frontier",
+        label="frontier, expected loss",
     )
     if profile.chosen is not None:
         axes.scatter([profile.chosen.layers], [profile.chosen.loss * 100], color="tab:red", zorder=3, label="chosen")

@@ -6,6 +6,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvkin.configs.profiles import (
@@ -26,7 +27,7 @@ from kvkin.configs.profiles import (
 from kvkin.kv.errors import ConfigError
 from kvkin.kv.frontier import choose, pareto, point
 from kvkin.tools.profile_search import Group, name, order, parse
-from kvkin.tools.statistics import Interval, bootstrap_mean, paired_bootstrap
+from kvkin.tools.statistics import Interval, bootstrap_mean, isotonic, paired_bootstrap
 
 Records = Mapping[str, Mapping[str, Any]]  # case -> what was measured
 
@@ -83,10 +84,11 @@ def build_profile(
         )
         for group, values in sorted(divergences(search).items(), key=lambda item: order(item[0]))
     ]
-    points = [point(layer_group(one.group), one.quality.loss) for one in measured if one.quality is not None]
+    measured = steadied(measured)
+    points = [point(layer_group(one.group), one.loss) for one in measured if one.loss is not None]
     best = choose(points, max_loss)
     none = next(one for one in measured if one.group is None)
-    assert none.quality is not None, "full reuse is always measured"
+    assert none.loss is not None, "full reuse is always measured"
     tokens = [record["tokens"] for record in answers.values()]
     return Profile(
         sender=sender,
@@ -110,7 +112,7 @@ def build_profile(
             ),
             full_reuse=_score(bootstrap_mean(scores[None], seed=seed, clusters=contexts)),
         ),
-        full_reuse_is_fine=none.quality.loss <= max_loss,
+        full_reuse_is_fine=none.loss <= max_loss,
         chosen=None if best is None else profile_point(best),
         frontier=tuple(map(profile_point, pareto(points))),
         sensitivity=_sensitivity([record["sensitivity"] for record in search.values()]),
@@ -121,6 +123,23 @@ def build_profile(
             versions=dict(versions),
         ),
     )
+
+
+def steadied(groups: Sequence[MeasuredGroup]) -> list[MeasuredGroup]:
+    """The groups with their ``expected_loss``: the measured losses, made never to fall as the divergence rises.
+
+    A group's divergence is measured on every token of every answer, its loss by one score an answer: much noisier, and the
+    lowest of many such losses is lower than what it estimates. What diverges more loses more, so the least-squares fit that
+    says so (isotonic regression) lends each group the answers of its neighbours. A full prefill diverges by 0 and loses 0,
+    hence none is below 0.
+    """
+    answered = [one for one in groups if one.quality is not None and one.divergence is not None]
+    fitted = isotonic(
+        [one.divergence.mean for one in answered if one.divergence is not None],
+        [one.quality.loss for one in answered if one.quality is not None],
+    )
+    expected = {one.group: max(0.0, float(loss)) for one, loss in zip(answered, fitted, strict=True)}
+    return [msgspec.structs.replace(one, expected_loss=expected.get(one.group)) for one in groups]
 
 
 def _divergence(values: Sequence[float]) -> Divergence:

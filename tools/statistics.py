@@ -103,6 +103,26 @@ def bootstrap_median(values: Sequence[float] | Floats, *, seed: int, samples: in
     return _interval(float(np.median(scores)), drawn, len(scores), len(scores))
 
 
+def isotonic(x: Sequence[float] | Floats, y: Sequence[float] | Floats) -> Floats:
+    """The values nearest to ``y`` (least squares) that never fall as ``x`` rises: pool adjacent violators (Ayer et al., 1955).
+
+    In the order of the arguments; equal ``x`` get one value. Raises ValueError if the lengths differ.
+    """
+    places, values = _scores(x), _scores(y)
+    if len(places) != len(values):
+        raise ValueError(f"{len(places)} places for {len(values)} values")
+    _, owners = np.unique(places, return_inverse=True)
+    pools: list[tuple[float, int, int]] = []  # sum, values, distinct places
+    for total, count in zip(np.bincount(owners, weights=values), np.bincount(owners), strict=True):
+        pool = (float(total), int(count), 1)
+        while pools and pools[-1][0] * pool[1] > pool[0] * pools[-1][1]:  # the mean before is higher
+            before = pools.pop()
+            pool = (before[0] + pool[0], before[1] + pool[1], before[2] + pool[2])
+        pools.append(pool)
+    fitted = np.concatenate([np.full(width, total / count) for total, count, width in pools]) if pools else values
+    return fitted[owners] if pools else values
+
+
 def _scores(values: Sequence[float] | Floats) -> Floats:
     scores = np.asarray(values, dtype=np.float64)
     if scores.ndim != 1 or not np.isfinite(scores).all():

@@ -162,7 +162,7 @@ DAMAGES: dict[str, tuple[Callable[[Any], None], str]] = {
         change("frontier", 0, to={"group": [4, 5], "loss": 0.1, "layers": 1}),
         r"frontier\[0\].group: \(4, 5\) has no measured quality",
     ),
-    "another loss": (change("chosen", "loss", to=0.0), "chosen.loss: 0 is not what was measured"),
+    "another loss": (change("chosen", "loss", to=0.0), "chosen.loss: 0 is not that of its group"),
     "another size": (change("chosen", "layers", to=3), "chosen.layers: 3 is not the size"),
     "an agreement above 1": (
         change("groups", 1, "first_token_agreement", to=1.5),

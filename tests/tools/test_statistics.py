@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvkin.tools.statistics import Interval, bootstrap_mean, bootstrap_median, paired_bootstrap
+from kvkin.tools.statistics import Interval, bootstrap_mean, bootstrap_median, isotonic, paired_bootstrap
 
 SCORES = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=2, max_size=30)
 
@@ -179,3 +179,28 @@ def test_bad_input_is_refused() -> None:
         bootstrap_mean([[1.0]], seed=0)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="0 resamples"):
         bootstrap_mean([1.0, 2.0], seed=0, samples=0)
+
+
+# --- isotonic ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.floats(-1, 1)), min_size=1, max_size=12))
+def test_isotonic_rises_and_is_the_nearest_that_does(points: list[tuple[int, float]]) -> None:
+    x, y = np.array([one for one, _ in points], dtype=float), np.array([one for _, one in points])
+    fitted = isotonic(x, y)
+    order = np.argsort(x, kind="stable")
+    assert (np.diff(fitted[order]) >= -1e-9).all()
+    assert all(len({round(value, 9) for value in fitted[x == place]}) == 1 for place in set(x))
+    # of a projection onto a convex cone: the rest is orthogonal to the fit, and no rising function lies on its side
+    assert (y - fitted) @ fitted == pytest.approx(0, abs=1e-6)
+    for place in set(x):
+        assert (y - fitted) @ (x >= place).astype(float) <= 1e-6
+
+
+def test_isotonic_keeps_what_rises_and_pools_what_falls() -> None:
+    assert isotonic([1, 2, 3], [0.1, 0.2, 0.3]) == pytest.approx([0.1, 0.2, 0.3])
+    assert isotonic([3, 1, 2], [0.0, 0.0, 0.6]) == pytest.approx([0.3, 0.0, 0.3])
+    assert isotonic([1, 1], [0.0, 1.0]) == pytest.approx([0.5, 0.5])
+    assert len(isotonic([], [])) == 0
+    with pytest.raises(ValueError, match="2 places for 1 values"):
+        isotonic([1, 2], [1])
