@@ -1,64 +1,53 @@
-"""The receiver's side of ``kvkin bench pipeline``: one schedule of a plan per call, timed from start to first token."""
+"""The receiver's side of ``kvkin bench pipeline``: one schedule of a plan per call, timed from start to first token.
+
+Runs in the bench's own process on the same layer streams, engine and executor as a decode node. One engine and one holder serve all
+contexts: shorter ones are beginnings of the longest. Opened by ``bench_pipeline_open.py``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import random
-import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
-import msgspec
-import zmq
-import zmq.asyncio
-
-from kvkin.configs.families import ResolvedFamily
 from kvkin.decode_nodes.sources import PlanSources
 from kvkin.engines.api import Arrival, Counters, EngineRequest, Result
 from kvkin.engines.reference import ReferenceEngine
 from kvkin.engines.workspace import Workspace
+from kvkin.kv.errors import DeadlineExceeded, SourceLost
 from kvkin.kv.execution import Unit
 from kvkin.kv.generation import Sampling, TokenLogprob
-from kvkin.kv.hashing import block_hashes, root_hash
+from kvkin.kv.hashing import block_hashes
 from kvkin.kv.plan import Holder, LayerGroup, LayerSource, PlanKind, ReusePlan, Segment, private_plan
-from kvkin.kv.provenance import exact_provenance
-from kvkin.tools.roles import build_engine
-from kvkin.transport.codec import encode, node_to_router
-from kvkin.transport.messages import NodeLoad
-from kvkin.transport.node_messages import Failed, OrderDone, PrefillOrder, Register, Registered, ServedModel
-from kvkin.transport.node_runtime import NodeRuntime, NodeSettings
+from kvkin.tools.bench_holder import HolderProcess
+from kvkin.tools.bench_pipeline_result import Measured
+from kvkin.transport.node_runtime import NodeRuntime
 from kvkin.transport.streams import LayerStream, StreamRequest, StreamTimes
 
-DEADLINE_S = 300.0
+T = TypeVar("T")
+
+# Linux paces a connection only after its first ten segments, which hold 640 KiB on a loopback link.
+UNPACED_SEGMENTS = 10
 
 
-@dataclass
-class Timed:
+@dataclass(frozen=True)
+class Computed:
     """One engine run: seconds to the first token, of recompute, and of the suffix's last layer with the head."""
 
-    seconds: float = 0.0
-    recompute_s: float = 0.0
-    last_layer_s: float = 0.0
-
-
-@dataclass
-class Measured:
-    """One interleaved round at one rate: seconds by schedule, and the parts that the ideal is made of."""
-
-    seconds: dict[str, float]
-    transfer_s: float
+    seconds: float
     recompute_s: float
+    last_layer_s: float
 
 
 class _Sink:
-    """Times one request."""
+    """Times one request. ``done`` fails where the request or one of its sources does."""
 
     def __init__(self) -> None:
-        self.done: asyncio.Future[Counters] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[Counters] = self._loop.create_future()
         self.first_at = 0.0
         self.before_last_at = 0.0
         self._previous = 0.0
@@ -72,289 +61,238 @@ class _Sink:
         self.first_at = self.first_at or time.perf_counter()
 
     def finished(self, result: Result, space: Workspace, counters: Counters) -> None:
-        self._loop.call_soon_threadsafe(self.done.set_result, counters)
+        self._loop.call_soon_threadsafe(self._settle, counters)
 
     def failed(self, request_id: str, error: Exception) -> None:
-        self._loop.call_soon_threadsafe(self.done.set_exception, error)
+        self._loop.call_soon_threadsafe(self.fail, error)
+
+    def _settle(self, counters: Counters) -> None:
+        if not self.done.done():
+            self.done.set_result(counters)
+
+    def fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
 
 
 @dataclass
 class Bench:
-    """An open bench: the holder process, its address, the receiver's runtime and engine."""
+    """An open bench: the holder process with the KV of ``context_ids``, the receiver's runtime and engine."""
 
     runtime: NodeRuntime
     engine: ReferenceEngine
-    holder: asyncio.subprocess.Process
-    address: str
+    holder: HolderProcess
     model: str
-    tokens: tuple[int, ...]
+    context_ids: tuple[int, ...]
+    suffix_ids: tuple[int, ...]
     root: bytes
-    partial: ReusePlan
-    reuse_all: ReusePlan
-    _serial: int = 0
-    _arrivals: list[Arrival] = field(default_factory=list)
-
-    @property
-    def pulled_bytes(self) -> int:
-        """Bytes that the partial plan moves."""
-        segment, layout = self.partial.segments[0], self.runtime.settings.layout
-        per_block = len(segment.pulled_layers()) * layout.kv_block_bytes
-        per_block += layout.e_block_bytes if segment.e_layer is not None else 0
-        return segment.num_tokens // layout.block_size * per_block
+    held: Holder
+    group: LayerGroup
+    deadline_s: float
+    serial: int = 0
 
     async def set_rate(self, gbit_per_s: float) -> None:
         """Pace the link; 0 lifts the limit. Existing connections are closed: the pace belongs to a connection."""
-        await self._tell(f"rate {int(gbit_per_s * 1e9 / 8)}")
+        await self.holder.set_rate(int(gbit_per_s * 1e9 / 8))
         await self.runtime.links.close()
 
-    async def warm_up(self) -> None:
-        await self._run(private_plan(len(self.tokens)))
+    def arms(self, context_tokens: int) -> Arms:
+        """The schedules on the first ``context_tokens`` tokens of the context."""
+        return Arms(self, context_tokens)
+
+
+class Arms:
+    """The schedules of one context: ``partial`` recomputes the group, ``reuse_all`` nothing."""
+
+    def __init__(self, bench: Bench, context_tokens: int) -> None:
+        runtime = bench.runtime
+        self._bench, self._engine, self._runtime = bench, bench.engine, runtime
+        self._layout = runtime.settings.layout
+        self._tokens = bench.context_ids[:context_tokens] + bench.suffix_ids
+        hashes = block_hashes(self._tokens, bench.root, self._layout.block_size)
+        self._hashes = hashes[: context_tokens // self._layout.block_size]
+        total, layers = len(self._tokens), self._layout.num_layers
+        self.partial = reuse_plan(bench.held, context_tokens, total, layers, bench.group)
+        self.reuse_all = reuse_plan(bench.held, context_tokens, total, layers, None)
+        self.private = private_plan(total)
+
+    def bytes_of(self, plan: ReusePlan) -> int:
+        """Bytes that a plan moves."""
+        first = plan.segments[0]
+        per_block = len(first.pulled_layers()) * self._layout.kv_block_bytes
+        per_block += self._layout.e_block_bytes if first.e_layer is not None else 0
+        return first.num_tokens // self._layout.block_size * per_block
+
+    async def warm_up(self) -> Computed:
+        """Everything once, so that memory is there; returns the partial plan's compute alone."""
+        await self._run(self.private)
         await self._run(self.partial)
+        return (await self._parts())[1]
+
+    async def connect(self) -> None:
+        """Open the link at its new rate and bring it to its pace, so that no schedule is the first to use it."""
+        for _ in range(UNPACED_SEGMENTS + 1):
+            await self._pull_alone(self._hashes[:1], tuple(self.partial.segments[0].pulled_layers()[:1]), None)
 
     async def measure_all(self, *, reverse: bool) -> Measured:
         """Every schedule once, in order or reversed."""
-        runs: dict[str, Callable[[], asyncio.Future[float]]] = {
-            "naive": lambda: asyncio.ensure_future(self._run(self.partial, deferred=True)),
-            "reuse_only": lambda: asyncio.ensure_future(self._run(self.reuse_all)),
-            "pipelined": lambda: asyncio.ensure_future(self._run(self.partial)),
-            "private": lambda: asyncio.ensure_future(self._run(private_plan(len(self.tokens)))),
-            "transfer": lambda: asyncio.ensure_future(self._transfer_only()),
-            "e": lambda: asyncio.ensure_future(self._e_only()),
-        }
-        names = list(runs)[::-1] if reverse else list(runs)
-        seconds = {name: await runs[name]() for name in names}
-        compute = await self.compute_only()
-        transfer, states = seconds.pop("transfer"), seconds.pop("e")
-        seconds["ideal"] = max(transfer, states + compute.seconds) + compute.last_layer_s
-        return Measured(seconds, transfer, compute.recompute_s)
+        plans = {"reuse_only": self.reuse_all, "pipelined": self.partial, "private": self.private}
+        seconds: dict[str, float] = {}
+        moved: dict[str, int] = {}
+        transfer_s = states_s = 0.0
+        computed = Computed(0.0, 0.0, 0.0)
+        names = ("naive", *plans, "parts", "states")
+        for name in reversed(names) if reverse else names:
+            match name:
+                case "naive":
+                    seconds[name], moved[name] = await self._run_naive()
+                case "parts":
+                    transfer_s, computed = await self._parts()
+                case "states":
+                    states_s = await self._states_alone()
+                case _:
+                    seconds[name], moved[name] = await self._run(plans[name])
+        seconds["ideal"] = max(transfer_s, states_s + computed.seconds) + computed.last_layer_s
+        return Measured(seconds, moved, transfer_s, computed.seconds, computed.recompute_s)
 
-    async def compute_only(self) -> Timed:
-        """The partial plan with everything in memory already."""
-        async with self._sources(self.partial, self._arrivals.append) as sources:
-            self._arrivals.clear()
-            await self._all_arrived(sources, lambda: len(self._arrivals))
-            return await self._compute(self.partial, self._arrivals)
+    # --- schedules -------------------------------------------------------------------------------------------------------
 
-    async def close(self) -> None:
-        await asyncio.to_thread(self.engine.close)
-        with contextlib.suppress(ConnectionError):
-            await self._tell("stop", answer=False)
-        await asyncio.wait_for(self.holder.wait(), DEADLINE_S)
-        await self.runtime.close()
-
-    # --- inside --------------------------------------------------------------------------------------------------------
-
-    async def _run(self, plan: ReusePlan, *, deferred: bool = False) -> float:
-        """Pull and compute; deferred: compute only once everything is here."""
-        self._serial += 1
-        request_id, sink = f"run-{self._serial}", _Sink()
-        held: list[Arrival] = []
-
-        def arrived(arrival: Arrival) -> None:
-            held.append(arrival)
-            if not deferred:
-                self.engine.arrived(request_id, arrival)
-            elif len(held) == expected:
-                for each in held:
-                    self.engine.arrived(request_id, each)
-
-        execution = self.engine.plan_execution(self.model, plan)
-        expected = execution.missing
+    async def _run(self, plan: ReusePlan) -> tuple[float, int]:
+        """Compute as data arrives. Returns (seconds to the first token, bytes that came)."""
+        request_id, sink = self._next(), _Sink()
         started = time.perf_counter()
-        self.engine.submit(EngineRequest(request_id, self.model, self.tokens, plan, Sampling(max_tokens=1)), sink)
-        async with self._sources(plan, arrived):
-            await asyncio.wait_for(sink.done, DEADLINE_S)
-        return sink.first_at - started
+        self._submit(request_id, plan, sink)
+        async with self._sources(plan, lambda arrival: self._engine.arrived(request_id, arrival), sink.fail) as sources:
+            await self._within(sink.done)
+            return sink.first_at - started, self._counted(plan, sources)
 
-    async def _compute(self, plan: ReusePlan, arrivals: list[Arrival]) -> Timed:
-        self._serial += 1
-        request_id, sink = f"run-{self._serial}", _Sink()
+    async def _run_naive(self) -> tuple[float, int]:
+        """Pull everything of the partial plan, and only then begin to compute."""
         started = time.perf_counter()
-        self.engine.submit(EngineRequest(request_id, self.model, self.tokens, plan, Sampling(max_tokens=1)), sink)
-        for arrival in arrivals:
-            self.engine.arrived(request_id, arrival)
-        counters = await asyncio.wait_for(sink.done, DEADLINE_S)
-        return Timed(sink.first_at - started, counters.recompute_s, sink.first_at - sink.before_last_at)
+        async with self._arrived() as (arrivals, moved):
+            sink, _ = await self._compute(arrivals)
+            return sink.first_at - started, moved
 
-    async def _transfer_only(self) -> float:
-        landed: list[Arrival] = []
+    async def _parts(self) -> tuple[float, Computed]:
+        """(seconds of the transfer alone, the compute alone with everything in memory) of the partial plan."""
         started = time.perf_counter()
-        async with self._sources(self.partial, landed.append) as sources:
-            await self._all_arrived(sources, lambda: len(landed))
-            return time.perf_counter() - started
+        async with self._arrived() as (arrivals, _):
+            between = time.perf_counter()
+            sink, counters = await self._compute(arrivals)
+            last_layer_s = sink.first_at - sink.before_last_at
+            return between - started, Computed(sink.first_at - between, counters.recompute_s, last_layer_s)
 
-    async def _e_only(self) -> float:
-        """Only the hidden states of the transition layer; 0 where the plan needs none."""
-        segment, settings = self.partial.segments[0], self.runtime.settings
-        if segment.e_layer is None or segment.e_holder is None:
-            return 0.0
-        blocks = segment.num_tokens // settings.layout.block_size
-        _, e_slots = self.runtime.store.take_scratch(0, blocks)
-        self._serial += 1
+    async def _states_alone(self) -> float:
+        """Seconds of the transfer of the hidden states entering the group alone; 0 where the plan needs none."""
+        e_layer = self.partial.segments[0].e_layer
+        return 0.0 if e_layer is None else await self._pull_alone(self._hashes, (), e_layer)
+
+    async def _pull_alone(self, blocks: list[bytes], kv_layers: tuple[int, ...], e_layer: int | None) -> float:
+        """Seconds that pulling these layers of some blocks takes, with nothing else going on."""
+        settings, held = self._runtime.settings, self._bench.held
+        store, count = self._runtime.store, len(blocks)
+        kv_slots, e_slots = store.take_scratch(count if kv_layers else 0, count if e_layer is not None else 0)
         request = StreamRequest(
-            stream_id=f"run-{self._serial}",
-            provenance=segment.e_holder.provenance.key,
-            blocks=tuple(block_hashes(self.tokens, self.root, settings.layout.block_size)[:blocks]),
+            stream_id=self._next(),
+            provenance=held.provenance.key,
+            blocks=tuple(blocks),
             first_position=0,
-            kv_layers=(),
-            e_layer=segment.e_layer,
+            kv_layers=kv_layers,
+            e_layer=e_layer,
             chunk_blocks=settings.chunk_tokens // settings.layout.block_size,
-            kv_slots=(),
+            kv_slots=tuple(kv_slots),
             e_slots=tuple(e_slots),
         )
-        link = self.runtime.links.get("holder", self.address)
-        times = StreamTimes(pull_s=DEADLINE_S)
-        stream = LayerStream(request, link, self.runtime.memory, "bench", times, settings.pull_window_bytes)
+        link = self._runtime.links.get(held.node, self._bench.holder.address)
+        times = StreamTimes(pull_s=settings.pull_s)
+        stream = LayerStream(request, link, self._runtime.memory, "bench", times, settings.pull_window_bytes)
         started = time.perf_counter()
-        await stream.run(lambda chunk, layer: None)
+        await self._within(stream.run(lambda chunk, layer: None))
         seconds = time.perf_counter() - started
-        self.runtime.store.give_scratch([], e_slots)
+        store.give_scratch(kv_slots, e_slots)
         return seconds
 
-    async def _all_arrived(self, sources: PlanSources, count: Callable[[], int]) -> None:
-        expected = self.engine.plan_execution(self.model, self.partial).missing
-        await asyncio.wait_for(sources.wait(), DEADLINE_S)
-        assert count() == expected, f"{count()} of {expected} items arrived"
+    # --- inside ----------------------------------------------------------------------------------------------------------
+
+    def _submit(self, request_id: str, plan: ReusePlan, sink: _Sink) -> None:
+        request = EngineRequest(request_id, self._bench.model, self._tokens, plan, Sampling(max_tokens=1))
+        self._engine.submit(request, sink)
+
+    async def _compute(self, arrivals: list[Arrival]) -> tuple[_Sink, Counters]:
+        """The partial plan with its data at hand."""
+        request_id, sink = self._next(), _Sink()
+        self._submit(request_id, self.partial, sink)
+        for arrival in arrivals:
+            self._engine.arrived(request_id, arrival)
+        return sink, await self._within(sink.done)
 
     @contextlib.asynccontextmanager
-    async def _sources(self, plan: ReusePlan, arrived: Callable[[Arrival], None]) -> AsyncIterator[PlanSources]:
-        self._serial += 1
-        failures: list[str] = []
+    async def _arrived(self) -> AsyncIterator[tuple[list[Arrival], int]]:
+        """(everything that the partial plan pulls, its bytes), in memory for as long as the block lasts."""
+        arrivals: list[Arrival] = []
+        failures: list[Exception] = []
+        async with self._sources(self.partial, arrivals.append, failures.append) as sources:
+            await self._within(sources.wait())
+            if failures:
+                raise failures[0]
+            yield arrivals, self._counted(self.partial, sources)
+
+    @contextlib.asynccontextmanager
+    async def _sources(
+        self, plan: ReusePlan, arrived: Callable[[Arrival], None], failed: Callable[[Exception], None]
+    ) -> AsyncIterator[PlanSources]:
+        execution = self._engine.plan_execution(self._bench.model, plan)
+        addresses = {self._bench.held.node: self._bench.holder.address}
         sources = PlanSources(
-            self.runtime,
-            f"stream-{self._serial}",
-            self.model,
-            block_hashes(self.tokens, self.root, self.runtime.settings.layout.block_size),
-            self.engine.plan_execution(self.model, plan),
-            {"holder": self.address},
+            self._runtime,
+            self._next(),
+            self._bench.model,
+            self._hashes,
+            execution,
+            addresses,
             arrived,
-            failures.append,
+            lambda why: failed(SourceLost(why)),
         )
         sources.start()
         try:
             yield sources
         finally:
             sources.stop()
-            await self.runtime.settle()
-            assert not failures, failures
+            await self._runtime.settle()
 
-    async def _tell(self, line: str, *, answer: bool = True) -> None:
-        assert self.holder.stdin is not None
-        assert self.holder.stdout is not None
-        self.holder.stdin.write(f"{line}\n".encode())
-        await self.holder.stdin.drain()
-        if answer:
-            await asyncio.wait_for(self.holder.stdout.readline(), DEADLINE_S)
+    def _counted(self, plan: ReusePlan, sources: PlanSources) -> int:
+        moved = sources.total_bytes
+        assert moved == self.bytes_of(plan), f"{moved} bytes came, the plan moves {self.bytes_of(plan)}"
+        return moved
 
+    async def _within(self, work: Awaitable[T]) -> T:
+        """Wait for ``work``, but not for ever."""
+        try:
+            async with asyncio.timeout(self._bench.deadline_s):
+                return await work
+        except TimeoutError:
+            raise DeadlineExceeded(f"a run took longer than {self._bench.deadline_s:.0f} s") from None
 
-def _plan(holder: Holder, context: int, total: int, num_layers: int, group: tuple[int, int] | None) -> ReusePlan:
-    if group is None:
-        sources = (LayerSource(LayerGroup(0, num_layers), holder),)
-        segment = Segment(0, context, sources, kind=PlanKind.PARTIAL, loss=float("inf"))
-    else:
-        spans = [span for span in (LayerGroup(0, group[0]), LayerGroup(group[1], num_layers)) if len(span)]
-        segment = Segment(
-            0,
-            context,
-            tuple(LayerSource(span, holder) for span in spans),
-            e_layer=group[0] or None,
-            e_holder=holder if group[0] else None,
-            recompute=LayerGroup(*group),
-            kind=PlanKind.PARTIAL,
-            loss=float("inf"),
-        )
-    return ReusePlan((segment, Segment(context, total)))
+    def _next(self) -> str:
+        self._bench.serial += 1
+        return f"run-{self._bench.serial}"
 
 
-async def open_bench(
-    family: ResolvedFamily, sender: str, receiver: str, group: tuple[int, int], context: int, suffix: int, seed: int
-) -> Bench:
-    """Load the receiver, start the holder, let it compute the context."""
-    layout, chunk = family.layout, family.config.chunk_tokens
-    rng = random.Random(seed)
-    tokens = tuple(rng.randrange(100, family.vocab_size) for _ in range(context + suffix))
-    root = root_hash(family.tokenizer_digest, layout.block_size, "bench")
-    context_zmq = zmq.asyncio.Context()
-    socket = context_zmq.socket(zmq.ROUTER)
-    port = socket.bind_to_random_port("tcp://127.0.0.1")
-    blocks = context // layout.block_size + 1
-
-    def settings(name: str, model: str, routers: tuple[str, ...]) -> NodeSettings:
-        served = ServedModel(model, family.name, family.models[model].lineage, family.tokenizer_digest)
-        return NodeSettings(
-            name=name,
-            role="prefill" if routers else "decode",
-            family=family.name,
-            host="127.0.0.1",
-            bind_host="127.0.0.1",
-            port=0,
-            models=(served,),
-            layout=layout,
-            transition_layers=(group[0],) if group[0] else (),
-            chunk_tokens=chunk,
-            kv_bytes=2 * blocks * layout.kv_slot_bytes,
-            e_bytes=2 * blocks * layout.e_block_bytes,
-            routers=routers,
-            backend="tcp",
-            pull_s=DEADLINE_S,
-            lease_s=60.0,
-        )
-
-    holder_settings = settings("holder", sender, (f"tcp://127.0.0.1:{port}",))
-    holder = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "kvkin.tools.bench_holder",
-        msgspec.json.encode(holder_settings).decode(),
-        str(family.models[sender].path),
-        str(family.models[sender].adapter_path or ""),
-        "1",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
+def reuse_plan(
+    holder: Holder, context_tokens: int, num_tokens: int, num_layers: int, group: LayerGroup | None
+) -> ReusePlan:
+    """The context from ``holder`` under a recompute group (None: nothing is recomputed), the rest computed."""
+    inside = group or LayerGroup(num_layers, num_layers)
+    spans = [span for span in (LayerGroup(0, inside.start), LayerGroup(inside.stop, num_layers)) if len(span)]
+    e_layer = inside.start if group is not None and inside.start else None
+    segment = Segment(
+        0,
+        context_tokens,
+        tuple(LayerSource(span, holder) for span in spans),
+        e_layer=e_layer,
+        e_holder=holder if e_layer is not None else None,
+        recompute=group,
+        kind=PlanKind.PARTIAL,
+        loss=float("inf"),
     )
-    assert holder.stdout is not None
-    engine = await asyncio.to_thread(build_engine, family, (receiver,))
-    address = await _listening(holder)
-    await asyncio.wait_for(_order(socket, sender, tokens[:context], root), DEADLINE_S)
-    socket.close(linger=0)
-    context_zmq.destroy(linger=0)
-    held = Holder("holder", exact_provenance(family.models[sender].lineage.id))
-    total = context + suffix
-    return Bench(
-        NodeRuntime(settings("receiver", receiver, ()), lambda link, message: None, NodeLoad),
-        engine,
-        holder,
-        address,
-        receiver,
-        tokens,
-        root,
-        _plan(held, context, total, layout.num_layers, group),
-        _plan(held, context, total, layout.num_layers, None),
-    )
-
-
-async def _listening(holder: asyncio.subprocess.Process) -> str:
-    """The holder's stream address, from its first JSON line (log lines before it are skipped)."""
-    assert holder.stdout is not None
-    while line := await asyncio.wait_for(holder.stdout.readline(), DEADLINE_S):
-        with contextlib.suppress(json.JSONDecodeError):
-            found: dict[str, str] = json.loads(line)
-            return found["address"]
-    raise ChildProcessError("the holder process ended before it served")
-
-
-async def _order(socket: zmq.asyncio.Socket, model: str, tokens: tuple[int, ...], root: bytes) -> None:
-    """Be the holder's router for one order."""
-    codec = node_to_router()
-    while True:
-        peer, body = await socket.recv_multipart()
-        match codec.decode(body):
-            case Register():
-                await socket.send_multipart([peer, encode(Registered("bench", "1", 1.0))])
-                await socket.send_multipart([peer, encode(PrefillOrder("bench", model, tokens, root, DEADLINE_S))])
-            case OrderDone():
-                return
-            case Failed(_, code, why, _):
-                raise ChildProcessError(f"the holder could not compute the context ({code}): {why}")
-            case _:
-                pass
+    return ReusePlan((segment, Segment(context_tokens, num_tokens)))
