@@ -4,7 +4,7 @@ A share of the requests that reuse another model's KV approximately is checked b
 come here (docs/operations.md, Drift). Pure; one per router process, asked by its core.
 
 A pair whose bound is left stays off: nothing of it is reused any more, so nothing could show that it is well again. It is on
-again with another bound (another profile, other weights) after a restart of the router, never by itself.
+again after a restart of the router with another profile or other weights, never by itself and not for other settings.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ MAX_DIVERGENCE = 100.0  # nats; nodes clip at less, and far larger figures would
 
 
 class _Watched:
-    """One pair: what was seen of it, and since when it is off (none: it is not)."""
+    """One pair: what was seen of it, since when that is so, and whether it is off. ``left`` is the bound that it was switched off
+    for, perhaps by an earlier process; ``bound`` is today's."""
 
     def __init__(self, bound: DriftBound, now: float) -> None:
-        self.bound, self.since, self.off, self.why = bound, now, False, ""
+        self.bound, self.left, self.since, self.off, self.why = bound, bound, now, False, ""
         self.estimate = PairEstimate()
 
 
@@ -56,6 +57,7 @@ class DriftWatch:
         self._pairs: dict[Pair, _Watched] = {}
         self._off: frozenset[Pair] = frozenset()
         self._taints = Taints(self._whole)
+        self._elsewhere: list[tuple[SwitchedOff, float]] = []  # of models that are not here now, and since when
         self._restore(remembered, now)
 
     # --- which requests are checked --------------------------------------------------------------------------------------
@@ -133,21 +135,23 @@ class DriftWatch:
         return switched
 
     def records(self, now: float) -> tuple[SwitchedOff, ...]:
-        """What must survive a restart of the router."""
-        return tuple(
+        """What must survive a restart of the router: all that is off, pairs of models included that are not in this configuration."""
+        elsewhere = [msgspec.structs.replace(record, off_s=now - since) for record, since in self._elsewhere]
+        here = (
             SwitchedOff(
                 sender=pair[0],
                 receiver=pair[1],
                 sender_names=self._name(pair[0]),
                 receiver_names=self._name(pair[1]),
-                bound=watched.bound,
-                estimate=watched.estimate,
+                bound=watched.left,
+                estimate=watched.estimate.without_evidence(),
                 why=watched.why,
                 off_s=now - watched.since,
             )
             for pair, watched in self._pairs.items()
             if watched.off
         )
+        return (*here, *elsewhere)
 
     def status(self, now: float) -> tuple[DriftStatus, ...]:
         """Every pair of which something is known, by name."""
@@ -231,11 +235,12 @@ class DriftWatch:
     def _restore(self, remembered: Iterable[SwitchedOff], now: float) -> None:
         for record in remembered:
             pair = (record.sender, record.receiver)
-            if not set(pair) <= self._names.keys() or self._bound(pair) != record.bound:
-                continue
-            watched = self._watched(pair, now)
-            watched.estimate, watched.off, watched.why = record.estimate, True, record.why
-            watched.since = now - record.off_s
+            if not set(pair) <= self._names.keys():
+                self._elsewhere.append((record, now - record.off_s))
+            elif not record.profiled_since(self._bound(pair)):
+                watched = self._watched(pair, now)
+                watched.left, watched.off, watched.why = record.bound, True, record.why
+                watched.estimate, watched.since = record.estimate.without_evidence(), now - record.off_s
         if self._pairs:
             self._apply()
 

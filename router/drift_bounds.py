@@ -8,6 +8,7 @@ import msgspec
 
 from kvkin.configs.families import ResolvedFamily
 from kvkin.configs.pairs import ProfiledPair
+from kvkin.configs.profiles import Profile
 from kvkin.configs.schema import ClusterConfig, DriftConfig
 from kvkin.kv.hashing import digest
 from kvkin.router.drift_types import DriftBound, DriftSettings, Group
@@ -31,7 +32,7 @@ def drift_settings(config: ClusterConfig, families: Iterable[ResolvedFamily], ro
 def bound_of(pair: ProfiledPair, drift: DriftConfig) -> DriftBound:
     """A profiled pair's bound: of each group that may run here, the measured agreement of the first token less ``margin``.
 
-    ``min_first_token`` of the configuration takes its place. Whatever changes in the profile makes it another bound.
+    ``min_first_token`` of the configuration takes its place.
     """
     usable = {None if one.group is None else (one.group.start, one.group.stop) for one in pair.points}
     measured: dict[Group, float] = {
@@ -46,5 +47,18 @@ def bound_of(pair: ProfiledPair, drift: DriftConfig) -> DriftBound:
         min_agreement=drift.min_agreement,
         max_divergence=drift.max_divergence,
         by_group=tuple(by_group) if drift.min_first_token is None else (),
-        profile=digest(b"profile", msgspec.json.encode(pair.profile)).hex(),
+        profile=measurement(pair.profile),
     )
+
+
+def measurement(profile: Profile) -> str:
+    """Names what was measured, and when: profiling again gives another name, whatever it finds.
+
+    Not the file's bytes, nor all of its fields: a later version of kvkin that adds to them has measured nothing again.
+    """
+    groups = [
+        (one.group, one.first_token_agreement, None if one.quality is None else one.quality.score)
+        for one in profile.groups
+    ]
+    made = (profile.sender.lineage_id, profile.receiver.lineage_id, profile.data.digest, profile.made.date, groups)
+    return digest(b"profile", msgspec.json.encode(made)).hex()

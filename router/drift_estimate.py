@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from msgspec import Meta
 
 from kvkin.router.drift_evidence import Evidence, above, below
 
 if TYPE_CHECKING:
     from kvkin.router.drift_types import DriftBound
     from kvkin.transport.node_messages import DriftSample
+
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class Decayed(msgspec.Struct, frozen=True):
@@ -24,16 +28,16 @@ class Decayed(msgspec.Struct, frozen=True):
         return Decayed(weight, self.mean + (value - self.mean) / weight)
 
 
-class PairEstimate(msgspec.Struct, frozen=True):
+class PairEstimate(msgspec.Struct, frozen=True, omit_defaults=True):
     """What ``samples`` checks of a pair showed; ``inherited`` of them had KV of other pairs in them, too, and say nothing of this one.
 
     A pair is used under several groups, and each promises something else: over the ``judged`` samples with a bound on the first
     token, ``promised`` is that bound and ``spare`` by how much it was kept. ``against_*`` is the evidence that a bound was left.
     """
 
-    samples: int = 0
-    inherited: int = 0
-    judged: int = 0
+    samples: Count = 0
+    inherited: Count = 0
+    judged: Count = 0
     first_token: Decayed = Decayed()
     promised: Decayed = Decayed()
     spare: Decayed = Decayed()
@@ -47,6 +51,13 @@ class PairEstimate(msgspec.Struct, frozen=True):
     def own(self) -> int:
         """Samples that say something of this pair."""
         return self.samples - self.inherited
+
+    def without_evidence(self) -> PairEstimate:
+        """The figures alone: what was decided needs no evidence any more."""
+        fresh = Evidence()
+        return msgspec.structs.replace(
+            self, against_first_token=fresh, against_agreement=fresh, against_divergence=fresh
+        )
 
     def with_other(self) -> PairEstimate:
         """One more sample that had KV of other pairs in it."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from kvkin.router.drift_estimate import PairEstimate
 
@@ -20,7 +22,7 @@ class DriftBound(msgspec.Struct, frozen=True):
     """What a pair must keep; None: no such bound.
 
     ``min_first_token`` is for every group that ``by_group`` (ascending) does not name. ``profile`` names the measurement that the bound
-    comes of: another one is another bound, whatever its figures.
+    comes of (empty: none).
     """
 
     min_first_token: float | None = None
@@ -74,5 +76,9 @@ class SwitchedOff(msgspec.Struct, frozen=True, kw_only=True):
     receiver_names: str
     bound: DriftBound
     estimate: PairEstimate
-    why: str
+    why: Annotated[str, Meta(max_length=1000)]
     off_s: float
+
+    def profiled_since(self, bound: DriftBound) -> bool:
+        """Whether ``bound``, that of the pair now, comes of another profile. Other settings, or a profile that is not there, do not count."""
+        return bound.profile not in ("", self.bound.profile)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,7 +17,6 @@ from kvkin.kv.provenance import Provenance
 from kvkin.router import policy
 from kvkin.router.drift import DriftWatch, chosen
 from kvkin.router.drift_estimate import Decayed, PairEstimate, left
-from kvkin.router.drift_memory import read_memory, write_memory
 from kvkin.router.drift_types import DriftBound, DriftSettings
 from kvkin.router.index import Match
 from kvkin.router.taints import MAX_STEPS, Taints
@@ -569,66 +566,3 @@ def test_what_follows_unknown_blocks_is_unknown() -> None:
     made = ReusePlan((kept, more, Segment(64, 70)))
     taints.learn(made, receiver)
     assert all(pairs_of(taints, one) is None for one in provenances(made, receiver))
-
-
-# --- over a restart ----------------------------------------------------------------------------------------------------------
-
-
-def test_switched_off_pairs_survive_a_restart_with_the_same_bound_only(tmp_path: Path) -> None:
-    file = tmp_path / "drift" / "router-0.json"
-    assert read_memory(file) == ()
-    watching = switched_off("base")
-    write_memory(file, watching.records(11.0), clock=lambda: 1000.0)
-    remembered = read_memory(file, clock=lambda: 1500.0)
-    again = watch(remembered=remembered, now=50.0)
-    (status,) = again.status(60.0)
-    assert (status.state, status.samples, status.since_s) == ("off", 4, pytest.approx(10 + 500 + 10))
-    assert ("base", "full") not in again.families["f"].groups
-    assert decide(again, [held("d1", "base", 100)]).plan.kind is PlanKind.PRIVATE
-    # profiled again: another bound, a new judgement
-    for bound in (DriftBound(min_agreement=0.7, max_divergence=0.5, profile="new"), DriftBound(min_agreement=0.1)):
-        fresh = watch(msgspec.structs.replace(SETTINGS, bounds={("base", "full"): bound}), remembered=remembered)
-        assert fresh.status(1.0) == ()
-        assert fresh.families["f"] is FAMILY
-
-
-def test_other_weights_are_another_pair(tmp_path: Path) -> None:
-    record = switched_off("base").records(1.0)[0]
-    assert watch(remembered=[msgspec.structs.replace(record, sender=b"older weights")]).status(1.0) == ()
-
-
-def test_who_is_switched_off_stays_off_without_checks() -> None:
-    """share 0 stops the checks; it does not bring back what they have found."""
-    records = switched_off("base").records(1.0)
-    again = watch(msgspec.structs.replace(SETTINGS, share=0.0), remembered=records)
-    assert set(states(again).values()) == {"off"}
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b'{"a": 1}', b'[{"since": "x"}]', b"\xff"])
-def test_a_spoilt_file_costs_the_memory_only(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "router.json"
-    file.write_bytes(content)
-    assert read_memory(file) == ()
-    assert file.read_bytes() == content
-    write_memory(file, switched_off("base").records(1.0))
-    assert len(read_memory(file)) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["router.json", "router.json.unreadable"]
-    assert file.with_name("router.json.unreadable").read_bytes() == content
-
-
-def test_a_file_that_cannot_be_written_costs_the_memory_only(tmp_path: Path) -> None:
-    (tmp_path / "blocked").write_text("a file, no folder")
-    write_memory(tmp_path / "blocked" / "router.json", switched_off("base").records(1.0))
-
-
-def test_one_damaged_entry_costs_no_other_and_is_kept_aside(tmp_path: Path) -> None:
-    file = tmp_path / "router.json"
-    write_memory(file, switched_off("base").records(1.0))
-    entries = json.loads(file.read_text())
-    file.write_text(json.dumps([{"since": None}, *entries, 7]))
-    assert len(read_memory(file)) == 1
-    aside = file.with_name("router.json.unreadable")
-    assert json.loads(aside.read_text())[-1] == 7
-    file.write_text("{")
-    assert read_memory(file) == ()
-    assert aside.read_text() == "{"

@@ -56,14 +56,30 @@ def test_no_bound_is_below_nothing() -> None:
     assert bound_of(pair(), DriftConfig(margin=1.0)).by_group[0] == (None, 0.0)
 
 
-def test_another_measurement_is_another_bound() -> None:
+def test_another_measurement_has_another_name() -> None:
     """Even with equal figures: the pair was profiled again, and what was switched off before is to be judged anew."""
     first = bound_of(pair(), DriftConfig())
     assert first == bound_of(pair(), DriftConfig())
-    made = msgspec.structs.replace(pair().profile.made, date="2031-01-01T00:00:00+00:00")
-    again = bound_of(pair(made=made), DriftConfig())
-    assert again != first
+    again = bound_of(
+        pair(made=msgspec.structs.replace(pair().profile.made, date="2031-01-01T00:00:00+00:00")), DriftConfig()
+    )
+    assert again.profile != first.profile
     assert again.by_group == first.by_group
+    groups = pair().profile.groups
+    other = (msgspec.structs.replace(groups[0], first_token_agreement=0.46), *groups[1:])
+    assert bound_of(pair(groups=other), DriftConfig()).profile != first.profile
+
+
+def test_what_is_no_measurement_does_not_rename_it() -> None:
+    """Settings, groups that may run here, and whatever a later version of kvkin adds to a profile or works out of it."""
+    first = bound_of(pair(), DriftConfig()).profile
+    assert bound_of(pair(), DriftConfig(margin=0.5, min_agreement=0.1, min_first_token=0.2)).profile == first
+    assert bound_of(pair((point(LayerGroup(2, 4), 0.02),)), DriftConfig()).profile == first
+    profile = pair().profile
+    groups = tuple(msgspec.structs.replace(one, expected_loss=0.5) for one in profile.groups)
+    made = msgspec.structs.replace(profile.made, versions={"kvkin": "9"})
+    for changes in ({"groups": groups}, {"made": made}, {"max_loss": 0.5}, {"chosen": None}, {"frontier": ()}):
+        assert bound_of(pair(**changes), DriftConfig()).profile == first
 
 
 def test_everything_of_the_file_arrives(tmp_path: Path) -> None:
