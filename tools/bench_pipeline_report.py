@@ -36,13 +36,14 @@ SWEEP_HEAD = (
 
 
 def head(result: Result) -> str:
-    """What was measured, in a sentence."""
+    """What was measured, in two sentences."""
     settings, made = result["settings"], result["made"]
     start, stop = settings["group"]
+    sweep = f", of {settings['sweep_repeats']} at the others" if settings["rates"] else ""
     return (
         f"`{settings['receiver']}` on the KV of `{settings['sender']}`, layers [{start}, {stop}) of {settings['num_layers']} recomputed, "
-        f"{settings['suffix_tokens']} tokens behind the context; {made['device']}, {made['dtype']}, {made['threads']} threads; medians of "
-        f"{settings['repeats']} interleaved runs at the balanced rate, of {settings['sweep_repeats']} at the others."
+        f"{settings['suffix_tokens']} tokens behind the context; {made['device']}, {made['dtype']}, {made['threads']} thread(s). Medians of "
+        f"{settings['repeats']} interleaved run(s) at the balanced rate, at which the transfer takes as long as the recompute{sweep}."
     )
 
 

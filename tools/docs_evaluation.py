@@ -1,8 +1,8 @@
 """``python -m kvkin.tools.docs_evaluation``: writes the tables of docs/evaluation.md from the results beside it.
 
 ``evaluation/NAME`` is the JSON of ``kvkin evaluate`` in docs/evaluation/NAME.json, ``serving/NAME`` that of ``kvkin bench serving`` there,
-``profile/NAME`` a profile in profiles/NAME.json. The table goes between ``<!-- KIND/NAME: begin -->`` and ``<!-- KIND/NAME: end -->``,
-and nothing else is touched: no figure is typed in by hand. A test compares.
+``pipeline/NAME`` that of ``kvkin bench pipeline`` there, ``profile/NAME`` a profile in profiles/NAME.json. The table goes between
+``<!-- KIND/NAME: begin -->`` and ``<!-- KIND/NAME: end -->``, and nothing else is touched: no figure is typed in by hand. A test compares.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kvkin.configs.profiles import read_profile
+from kvkin.tools.bench_pipeline_report import SPEEDUP_HEAD, SWEEP_HEAD, speedup_rows, sweep_rows
+from kvkin.tools.bench_pipeline_report import head as pipeline_head
 from kvkin.tools.evaluate_report import ARM_HEAD, EQUAL_HEAD, arm_rows, equal_rows
 from kvkin.tools.profile_report import HEAD, rows, verdict
 from kvkin.tools.report_view import bytes_text
@@ -35,7 +37,12 @@ def names(text: str) -> list[str]:
 
 def _body(name: str) -> str:
     kind, _, stem = name.partition("/")
-    shown: dict[str, Callable[[str], str]] = {"evaluation": _evaluation, "profile": _profile, "serving": _serving}
+    shown: dict[str, Callable[[str], str]] = {
+        "evaluation": _evaluation,
+        "profile": _profile,
+        "serving": _serving,
+        "pipeline": _pipeline,
+    }
     return shown[kind](stem)
 
 
@@ -115,6 +122,19 @@ def _reach(found: dict[str, Any]) -> str:
         "below": "not even at {:.2f} requests/s",
     }
     return words[found["bound"]].format(found["rate"])
+
+
+def _pipeline(stem: str) -> str:
+    result: dict[str, Any] = json.loads((DOCUMENT.parent / "evaluation" / f"{stem}.json").read_text(encoding="utf-8"))
+    text = f"{pipeline_head(result)}\n\n    {result['settings']['command']}\n\n"
+    text += _table(SPEEDUP_HEAD, speedup_rows(result))
+    if result["settings"]["rates"]:
+        text += (
+            "\nBy link, and what the policy chooses there, going by its estimates; *choice / other* is what the plan that it chose took, "
+            "against the one that it did not choose:\n\n"
+        )
+        text += _table(SWEEP_HEAD, sweep_rows(result))
+    return text
 
 
 def _table(head: tuple[str, ...], body: list[list[str]]) -> str:

@@ -27,7 +27,10 @@ def test_a_changed_figure_is_noticed() -> None:
 def test_results_that_nobody_shows_and_shown_ones_that_are_missing() -> None:
     shown = names(DOCUMENT.read_text(encoding="utf-8"))
     results = sorted((DOCUMENT.parent / "evaluation").glob("*.json"))
-    there = [f"{'serving' if file.stem.startswith('serving') else 'evaluation'}/{file.stem}" for file in results]
+    kinds = ("serving", "pipeline")
+    there = [
+        f"{next((kind for kind in kinds if file.stem.startswith(kind)), 'evaluation')}/{file.stem}" for file in results
+    ]
     there += [f"profile/{file.stem}" for file in sorted((ROOT / "profiles").glob("*.json"))]
     assert sorted(shown) == sorted(there)
     with pytest.raises((OSError, KeyError)):
