@@ -1,6 +1,7 @@
 """``kvkin finetune``: train a fine-tune of a family's base, save it, reload it, and score it against the base.
 
-Runs in its own process, on the CPU, in float32. Stages: read and split the data, train (``finetune_loop.py``), save what
+Runs in its own process, on the CPU, in float32. Stages: check all that can be (``finetune_checks.py``),
+read and split the data, train (``finetune_loop.py``), save what
 was trained, load it again from disk, score base and fine-tune on the same held-out prompts (``finetune_probes.py``), write
 the card (``finetune_card.py``). Two methods: a LoRA adapter (Hu et al., 2021, through peft; ``finetune_adapter.py``) or a
 checkpoint with all parameters tuned (``finetune_full.py``). With ``layers`` limited to the upper ones either leaves the
@@ -21,8 +22,9 @@ import tyro
 from kvkin.kv.errors import ConfigError
 from kvkin.tools import finetune_options as options
 from kvkin.tools.finetune_card import Card, write_card
+from kvkin.tools.finetune_checks import CHECKPOINT_FILE, check_base, check_settings, open_prompts
 from kvkin.tools.finetune_data import Corpus, Probe, Prompts, Sample, epoch_samples, read_qa, read_text
-from kvkin.tools.finetune_method import METHODS, check_method
+from kvkin.tools.finetune_method import METHODS
 from kvkin.tools.finetune_probes import METRICS, Scores, gain, probes, run_probes
 from kvkin.tools.finetune_progress import Reporter
 from kvkin.tools.smollm2 import prepare_base
@@ -30,7 +32,6 @@ from kvkin.tools.smollm2 import prepare_base
 if TYPE_CHECKING:
     from kvkin.tools.finetune_loop import Progress
 
-CHECKPOINT_FILE = "checkpoint.pt"
 EXIT_INTERRUPTED = 130  # what a shell shows after Ctrl-C
 # Settings that do not change what is trained: a resumed run may choose them anew.
 _FREE_ON_RESUME = {"base", "data", "out", "threads", "eval_samples", "resume", "overwrite", "data_note"}
@@ -88,37 +89,7 @@ class Finetune(options.TaskOptions, options.MethodOptions, options.TrainingOptio
 
     def check(self) -> None:
         """ConfigError for a setting that cannot be used, naming it and what is allowed."""
-        at_least: dict[str, tuple[float, float]] = {
-            "rank": (self.rank, 1),
-            "epochs": (self.epochs, 1),
-            "max_tokens_budget": (self.max_tokens_budget, 1),
-            "seq_len": (self.seq_len, 16),
-            "batch_samples": (self.batch_samples, 1),
-            "threads": (self.threads, 0),
-            "eval_samples": (self.eval_samples, 0),
-        }
-        for key, (value, least) in at_least.items():
-            if value < least:
-                raise ConfigError(key, f"{value} is too small", f"{least} or more")
-        if self.rank > 256:
-            raise ConfigError("rank", f"{self.rank} is too large", "1 to 256")
-        check_method(self)
-        if not 0 < self.peak_rate < 1:
-            raise ConfigError("learning_rate", f"{self.learning_rate}", "above 0 and below 1")
-        if self.alpha is not None and not self.alpha > 0:
-            raise ConfigError("alpha", f"{self.alpha}", "above 0")
-        if self.task not in METRICS:
-            raise ConfigError("task", repr(self.task), ", ".join(METRICS))
-        if self.base is not None and not (self.base / "config.json").is_file():
-            raise ConfigError("base", f"{self.base} holds no config.json", "a folder with a checkpoint in safetensors")
-        if self.resume and self.overwrite:
-            raise ConfigError("resume", "given together with overwrite", "one of them")
-        for pattern in (METHODS[self.method].results, CHECKPOINT_FILE):
-            found = next(self.out.glob(pattern), None)
-            if found is not None and not (self.overwrite or self.resume):
-                raise ConfigError(
-                    "out", f"{self.out} already holds {found.name}", "--resume, --overwrite or another folder"
-                )
+        check_settings(self)
 
     @property
     def peak_rate(self) -> float:
@@ -136,20 +107,25 @@ class Finetune(options.TaskOptions, options.MethodOptions, options.TrainingOptio
 
     def _run(self, stop: Any, reporter: Reporter) -> None:
         import torch
-        from transformers import AutoTokenizer
 
         if self.threads:
             torch.set_num_threads(self.threads)
-        base = self.base if self.base is not None else prepare_base(Path.cwd())
-        if self.out.resolve() == base.resolve():
-            raise ConfigError("out", f"{self.out} is the base's own folder", "another folder")
-        prompts = Prompts(AutoTokenizer.from_pretrained(str(base)))
         corpus = read_qa(Path(self.data)) if self.task == "qa" else read_text(self.data)
         sizes = {name: len(groups) for name, groups in corpus.splits.items()}
         reporter.say(f"{corpus.label}: {len(corpus.items)} texts; groups per split: {sizes}")
+        base = self.base if self.base is not None else prepare_base(Path.cwd())
+        check_base(self, base)
+        METHODS[self.method].check(self, base)
+        fingerprint = self.recipe() | {"data_digest": corpus.digest}
+        if self.resume:
+            from kvkin.tools.finetune_loop import read_checkpoint
+
+            read_checkpoint(self.out / CHECKPOINT_FILE, fingerprint, whole=False)
+        prompts = open_prompts(base)
+        samples = self._samples(corpus, prompts)
+        held_out = self._held_out(corpus, prompts)
         self.out.mkdir(parents=True, exist_ok=True)
-        progress = self._train(base, corpus, prompts, stop, reporter)
-        held_out = probes(corpus, prompts, count=self.eval_samples, seq_len=self.seq_len) if self.eval_samples else []
+        progress = self._train(base, samples, fingerprint, stop, reporter)
         before, after, texts = self._score(base, prompts, held_out, stop, reporter)
         write_card(
             self.out,
@@ -183,14 +159,26 @@ class Finetune(options.TaskOptions, options.MethodOptions, options.TrainingOptio
                 if tokens > self.max_tokens_budget and samples:
                     return samples
                 samples.append(sample)
+            if not samples:
+                break
         if not samples:
             raise ConfigError("seq_len", f"{self.seq_len} tokens leave no sample with a target", "more tokens")
         return samples
 
-    def _train(self, base: Path, corpus: Corpus, prompts: Prompts, stop: Any, reporter: Reporter) -> Progress:
+    def _held_out(self, corpus: Corpus, prompts: Prompts) -> list[Probe]:
+        if not self.eval_samples:
+            return []
+        chosen = probes(corpus, prompts, count=self.eval_samples, seq_len=self.seq_len)
+        if not chosen:
+            problem = f"the test split of {corpus.label} has no text that is long enough to be asked about"
+            raise ConfigError("eval_samples", problem, "0, or more data")
+        return chosen
+
+    def _train(
+        self, base: Path, samples: list[Sample], fingerprint: dict[str, object], stop: Any, reporter: Reporter
+    ) -> Progress:
         from kvkin.tools.finetune_loop import Trainer
 
-        samples = self._samples(corpus, prompts)
         model = METHODS[self.method].open(self, base)
         trainer = Trainer(
             model,
@@ -198,7 +186,7 @@ class Finetune(options.TaskOptions, options.MethodOptions, options.TrainingOptio
             batch_samples=self.batch_samples,
             learning_rate=self.peak_rate,
             checkpoint=self.out / CHECKPOINT_FILE,
-            fingerprint=self.recipe() | {"data_digest": corpus.digest},
+            fingerprint=fingerprint,
         )
         if self.resume:
             trainer.restore()

@@ -7,15 +7,17 @@ the same files. Called by ``finetune.py``.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvkin.kv.errors import ConfigError
+from kvkin.tools.finetune_checks import parse_layers
 
 
 def load_base(base: Path) -> Any:
@@ -23,24 +25,21 @@ def load_base(base: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(str(base), dtype=torch.float32).eval()
 
 
-def parse_layers(text: str, num_layers: int) -> tuple[int, int]:
-    """'all' or 'A-B' as the half-open range [A, B) of layers."""
-    if text == "all":
-        return 0, num_layers
-    first, dash, last = text.partition("-")
-    if dash and first.isdecimal() and last.isdecimal() and int(first) < int(last) <= num_layers:
-        return int(first), int(last)
-    raise ConfigError("layers", repr(text), f"'all' or 'A-B' with 0 <= A < B <= {num_layers}, B not included")
+def check_targets(base: Path, targets: Sequence[str]) -> None:
+    """ConfigError unless every one of ``targets`` is the name of a linear module of ``base``. Loads no weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(base)))
+    present = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    unknown = sorted(set(targets) - present)
+    if unknown or not targets:
+        problem = f"no linear module is called {', '.join(unknown)}" if unknown else "none is given"
+        raise ConfigError("targets", problem, ", ".join(sorted(present)))
 
 
 def add_adapter(base: Path, *, rank: int, alpha: float, targets: tuple[str, ...], layers: str, seed: int) -> Any:
     """The base with a fresh, trainable LoRA adapter on the ``targets`` of ``layers``; everything else is frozen."""
     model = load_base(base)
     first, last = parse_layers(layers, model.config.num_hidden_layers)
-    present = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    unknown = sorted(set(targets) - present)
-    if unknown or not targets:
-        raise ConfigError("targets", f"no linear module is called {', '.join(unknown)}", ", ".join(sorted(present)))
     torch.manual_seed(seed)  # the start values of the A matrices
     config = LoraConfig(
         r=rank,

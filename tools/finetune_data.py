@@ -15,7 +15,6 @@ Prompts put the long, shareable part first and the question last::
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import re
 import sys
@@ -25,7 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import jinja2
+
 from kvkin.kv.errors import ConfigError
+from kvkin.tools.finetune_squad import read_articles
 
 Split = Literal["train", "profile", "test"]
 SPLITS: tuple[Split, ...] = ("train", "profile", "test")
@@ -118,25 +120,20 @@ def _corpus(label: str, items: Sequence[Paragraph | Source], digest: Any) -> Cor
 
 def read_qa(path: Path) -> Corpus:
     """Read SQuAD-format JSON: ``{"data": [{"title", "paragraphs": [{"context", "qas": [...]}]}]}``; split by title."""
-    try:
-        raw = path.read_bytes()
-        items = [
-            Paragraph(
-                article["title"],
-                paragraph["context"].strip(),
-                tuple(
-                    (qa["question"].strip(), tuple(dict.fromkeys(answer["text"] for answer in qa["answers"])))
-                    for qa in paragraph["qas"]
-                    if qa["answers"]
-                ),
-            )
-            for article in json.loads(raw)["data"]
-            for paragraph in article["paragraphs"]
-        ]
-    except OSError as error:
-        raise ConfigError("data", f"cannot read {path}: {error.strerror}", "a SQuAD-format JSON file") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError("data", f"{path} is not SQuAD format: {error!r}", "a SQuAD-format JSON file") from error
+    raw, articles = read_articles(path)
+    items = [
+        Paragraph(
+            article.title,
+            paragraph.context.strip(),
+            tuple(
+                (qa.question.strip(), tuple(dict.fromkeys(answer.text for answer in qa.answers)))
+                for qa in paragraph.qas
+                if qa.answers
+            ),
+        )
+        for article in articles
+        for paragraph in article.paragraphs
+    ]
     return _corpus(path.name, [item for item in items if item.questions], hashlib.blake2b(raw, digest_size=16))
 
 
@@ -158,7 +155,10 @@ def read_text(data: str) -> Corpus:
     items: list[Source] = []
     digest = hashlib.blake2b(digest_size=16)
     for path in files:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise ConfigError("data", f"cannot read {path}: {error.strerror}", "files that can be read") from None
         if data == "stdlib" and _GENERATED.search(text[:600]):
             continue
         name = path.relative_to(root).as_posix() if root.is_dir() else path.name
@@ -196,9 +196,13 @@ class Prompts:
 
     def chat(self, messages: Sequence[Mapping[str, str]], *, answer_next: bool) -> str:
         """The rendered conversation, ending where the assistant is to speak if ``answer_next``."""
-        rendered: str = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=answer_next
-        )
+        try:
+            rendered: str = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=answer_next
+            )
+        except jinja2.TemplateError as error:
+            problem = f"its chat template fails: {type(error).__name__}: {error}"
+            raise ConfigError("base", problem, "a template that renders a user's question and an answer") from None
         return rendered
 
     def join(self, pieces: Sequence[tuple[str, bool]], seq_len: int) -> Sample:

@@ -18,8 +18,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kvkin.kv.errors import ConfigError
-from kvkin.tools.finetune_adapter import load_base, parse_layers
+from kvkin.tools.finetune_adapter import load_base
+from kvkin.tools.finetune_checks import parse_layers
 
 # What of the base's folder a member needs besides weights: how it is shaped, how text becomes tokens, where answers end.
 _COPIED = (
@@ -41,11 +41,8 @@ def open_base(base: Path, *, layers: str, train_embeddings: bool) -> Any:
     """The base in float32 in which only what is to be trained has gradients.
 
     ``layers`` 'A-B': all parameters of these layers and nothing else. 'all': all layers and the final norm, with
-    ``train_embeddings`` the embeddings and the output head too. Raises ConfigError for layers that do not exist
-    and for a base in another format.
+    ``train_embeddings`` the embeddings and the output head too. Raises ConfigError for layers that do not exist.
     """
-    if not any(base.glob("*.safetensors")):
-        raise ConfigError("base", f"{base} holds no safetensors", "a folder with a checkpoint in safetensors")
     model = load_base(base)
     first, last = parse_layers(layers, model.config.num_hidden_layers)
     model.requires_grad_(False)

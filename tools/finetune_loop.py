@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,6 +81,24 @@ def save_atomically(path: Path, payload: Mapping[str, Any]) -> None:
     temporary = path.with_name(path.name + ".part")
     torch.save(dict(payload), temporary)
     os.replace(temporary, path)
+
+
+def read_checkpoint(path: Path, fingerprint: Mapping[str, Any], *, whole: bool = True) -> dict[str, Any]:
+    """What a checkpoint holds; unless ``whole``, its tensors are not read, only looked at. ConfigError names the setting in
+    which it is of another run."""
+    try:
+        state: dict[str, Any] = torch.load(path, weights_only=True, mmap=not whole)
+        made_with = _BEFORE_THERE_WAS_A_CHOICE | state["fingerprint"]
+    except FileNotFoundError:
+        raise ConfigError("resume", f"no checkpoint at {path}", "the out folder of an interrupted run") from None
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError) as error:
+        problem = f"{path} is no checkpoint of a run, or damaged ({type(error).__name__})"
+        raise ConfigError("resume", problem, "--overwrite to begin anew") from None
+    for key, now in fingerprint.items():
+        then = made_with.get(key)
+        if then != now:
+            raise ConfigError("resume", f"the checkpoint was made with {key}={then!r}, not {now!r}", f"{then!r}")
+    return state
 
 
 class Trainer:
@@ -170,14 +189,7 @@ class Trainer:
 
     def restore(self) -> None:
         """Continue from the checkpoint on disk; ConfigError names the setting in which it differs from this run."""
-        if not self.checkpoint.is_file():
-            raise ConfigError("resume", f"no checkpoint at {self.checkpoint}", "the out folder of an interrupted run")
-        state = torch.load(self.checkpoint, weights_only=True)
-        made_with = _BEFORE_THERE_WAS_A_CHOICE | state["fingerprint"]
-        for key, now in self.fingerprint.items():
-            then = made_with.get(key)
-            if then != now:
-                raise ConfigError("resume", f"the checkpoint was made with {key}={then!r}, not {now!r}", f"{then!r}")
+        state = read_checkpoint(self.checkpoint, self.fingerprint)
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 parameter.copy_(state["trained"][name])

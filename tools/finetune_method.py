@@ -26,6 +26,9 @@ class Method(Protocol):
     foreign: ClassVar[tuple[str, ...]]
     """Settings that mean nothing here."""
 
+    def check(self, job: Finetune, base: Path) -> None:
+        """ConfigError for settings that do not fit this base. Loads no weights."""
+
     def open(self, job: Finetune, base: Path) -> Any:
         """The base in float32, with gradients for what is to be trained. Raises ConfigError."""
 
@@ -45,6 +48,11 @@ class Lora:
     results: ClassVar[str] = "adapter_model.safetensors"
     learning_rate: ClassVar[float] = 5e-4
     foreign: ClassVar[tuple[str, ...]] = ("train_embeddings",)
+
+    def check(self, job: Finetune, base: Path) -> None:
+        from kvkin.tools.finetune_adapter import check_targets
+
+        check_targets(base, job.targets)
 
     def open(self, job: Finetune, base: Path) -> Any:
         from kvkin.tools.finetune_adapter import add_adapter
@@ -73,6 +81,9 @@ class Full:
     # far below the adapter's: every weight moves, by about this much a step
     learning_rate: ClassVar[float] = 1e-4
     foreign: ClassVar[tuple[str, ...]] = ("rank", "alpha", "targets")
+
+    def check(self, job: Finetune, base: Path) -> None:
+        pass  # all of its settings fit every base
 
     def open(self, job: Finetune, base: Path) -> Any:
         from kvkin.tools.finetune_full import open_base

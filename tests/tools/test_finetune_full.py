@@ -309,7 +309,7 @@ def test_a_base_without_safetensors_is_refused_before_the_training(job: Finetune
     other = shutil.copytree(base, tmp_path / "other")
     torch.save(weights(base), other / "pytorch_model.bin")
     (other / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"^base: .* holds no safetensors"):
+    with pytest.raises(ConfigError, match=r"^base: .* has no model\.safetensors, only pytorch_model\.bin"):
         replace(job, base=other).run()
 
 
