@@ -230,6 +230,7 @@ def compare(check: Check, tokens: tuple[int, ...], first_logprobs: NDArray[np.fl
         divergence=divergence(first_logprobs, check.first_logprobs),
         tokens=max(1, compared),
         inherited=check.asked.inherited,
+        model=check.model,
     )
 
 

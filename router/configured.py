@@ -93,6 +93,7 @@ def _models(family: ResolvedFamily) -> list[ModelSettings]:
             chat_template=family.chat_template(name),
             bos_id=family.tokenizer.bos_id,
             own_digest=model.tokenizer_digest if name in family.own_root else b"",
+            logits_digest=model.logits_digest,
         )
         for name, model in family.models.items()
     ]

@@ -89,7 +89,8 @@ class RouterCore:
         self.counters = self._out.counters
         self.index = PrefixIndex(settings.index_max_blocks, settings.fan_out_half_life_s)
         self.membership = Membership(settings, incarnation)
-        self.drift = DriftWatch(settings.drift, family_views(settings), switched_off, started_at)
+        logits = {name: model.logits_digest for name, model in settings.models.items()}
+        self.drift = DriftWatch(settings.drift, family_views(settings), switched_off, started_at, logits)
         self.serving = Serving(settings, self._out, self.membership, self.index, new_id, choose, stopwatch, self.drift)
         self._pinged_at: dict[bytes, float] = {}
         self._stopped = False

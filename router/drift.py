@@ -20,7 +20,7 @@ from kvkin.kv.plan import ReusePlan
 from kvkin.kv.provenance import exact_provenance
 from kvkin.router.chains import Match, Run
 from kvkin.router.drift_estimate import PairEstimate, left
-from kvkin.router.drift_types import DriftBound, DriftSettings, Pair, SwitchedOff
+from kvkin.router.drift_types import DriftBound, DriftSettings, Judged, Pair, SwitchedOff
 from kvkin.router.policy_types import Decision, FamilyView, PolicyRequest
 from kvkin.router.taints import History, Step, Taints, foreign, group_of
 from kvkin.transport.messages import DriftStatus, Reuse
@@ -41,7 +41,10 @@ class _Watched:
 
 
 class DriftWatch:
-    """All pairs of one router. ``families`` are what the policy may see: without the groups of pairs that are off."""
+    """All pairs of one router. ``families`` are what the policy may see: without the groups of pairs that are off.
+
+    ``logits`` are the digests of all that the logits of each model come of (``ModelIdentity.logits_digest``).
+    """
 
     def __init__(
         self,
@@ -49,12 +52,15 @@ class DriftWatch:
         families: Mapping[str, FamilyView],
         remembered: Iterable[SwitchedOff] = (),
         now: float = 0.0,
+        logits: Mapping[str, bytes] = {},
     ) -> None:
         self._settings, self._whole = settings, dict(families)
         self.families: Mapping[str, FamilyView] = self._whole
         self._names = {key: names for family in families.values() for key, names in family.models_of.items()}
         self._family_of = {key: name for name, family in families.items() for key in family.models_of}
-        self._pairs: dict[Pair, _Watched] = {}
+        self._logits = {name: logits.get(name, b"") for names in self._names.values() for name in names}
+        self._pairs: dict[Judged, _Watched] = {}
+        # by KV alone: what blocks come of has nothing to do with heads
         self._off: frozenset[Pair] = frozenset()
         self._taints = Taints(self._whole)
         self._elsewhere: list[tuple[SwitchedOff, float]] = []  # of models that are not here now, and since when
@@ -105,8 +111,11 @@ class DriftWatch:
             return f"agreement {sample.agreement}, divergence {sample.divergence}"
         if not 0 < len(sample.sources) <= MAX_SOURCES or sample.tokens < 1:
             return f"{len(sample.sources)} sources, {sample.tokens} tokens"
-        if sample.receiver not in self._names or any(one.lineage_id == sample.receiver for one in sample.sources):
+        names = self._names.get(sample.receiver, ())
+        if not names or any(one.lineage_id == sample.receiver for one in sample.sources):
             return "no such pair of models"
+        if sample.model and sample.model not in names:
+            return f"{sample.model} is no such receiver"
         return ""
 
     def sampled(self, sample: DriftSample, now: float) -> list[DriftStatus]:
@@ -118,8 +127,10 @@ class DriftWatch:
         switched = []
         senders = dict.fromkeys(source.lineage_id for source in sample.sources)
         alone = len(senders) == 1 and not sample.inherited
-        for sender in filter(self._names.__contains__, senders):
-            pair = (sender, sample.receiver)
+        # a node that does not name the model means any of these layers
+        judged = {self._logits[sample.model]} if sample.model else self._heads(sample.receiver)
+        known = filter(self._names.__contains__, senders)
+        for pair in ((sender, sample.receiver, logits) for sender in known for logits in sorted(judged)):
             watched = self._watched(pair, now)
             if not alone:
                 watched.estimate = watched.estimate.with_other()
@@ -141,8 +152,9 @@ class DriftWatch:
             SwitchedOff(
                 sender=pair[0],
                 receiver=pair[1],
+                logits=pair[2],
                 sender_names=self._name(pair[0]),
-                receiver_names=self._name(pair[1]),
+                receiver_names=", ".join(self._receivers(pair)),
                 bound=watched.left,
                 estimate=watched.estimate.without_evidence(),
                 why=watched.why,
@@ -172,10 +184,11 @@ class DriftWatch:
         """The decision with a word on what ``matches`` offered and was not looked at."""
         if not self._off or asked.reuse not in (Reuse.BOUNDED, Reuse.ANY):
             return decision
-        receiver = asked.lineage.id
+        receiver = (asked.lineage.id, self._logits[asked.model])
         offered = {run.provenance.lineage_id for match in matches for run in match.runs}
-        off = [one for one in sorted(offered) if (one, receiver) in self._off and self._admitted(one, asked)]
-        words = [f"{self._name(one)} is switched off as its sender ({self._pairs[one, receiver].why})" for one in off]
+        seen = [(one, self._pairs.get((one, *receiver))) for one in sorted(offered)]
+        off = [(one, pair.why) for one, pair in seen if pair is not None and pair.off and self._admitted(one, asked)]
+        words = [f"{self._name(one)} is switched off as its sender ({why})" for one, why in off]
         if any((read := self._read(match)) is None or len(read.runs) < len(match.runs) for match in matches):
             words.append("blocks that came of a switched-off pair are not used")
         if not words:
@@ -223,49 +236,58 @@ class DriftWatch:
 
     def _apply(self) -> None:
         """New views, made only when the set of pairs changes: the policy remembers what follows from each of them."""
-        self._off = frozenset(pair for pair, watched in self._pairs.items() if watched.off)
+        off = [pair for pair, watched in self._pairs.items() if watched.off]
+        self._off = frozenset((sender, receiver) for sender, receiver, _ in off)
         names = {
-            (sender, receiver)
-            for pair in self._off
-            for sender in self._names[pair[0]]
-            for receiver in self._names[pair[1]]
+            (sender, receiver) for pair in off for sender in self._names[pair[0]] for receiver in self._receivers(pair)
         }
         self.families = {name: _without(family, names) for name, family in self._whole.items()}
 
     def _restore(self, remembered: Iterable[SwitchedOff], now: float) -> None:
         for record in remembered:
-            pair = (record.sender, record.receiver)
-            if not set(pair) <= self._names.keys():
+            here = {record.sender, record.receiver} <= self._names.keys()
+            heads = self._heads(record.receiver) if here else set[bytes]()
+            judged = sorted(heads & {record.logits} if record.logits else heads)
+            if not judged:
                 self._elsewhere.append((record, now - record.off_s))
-            elif not record.profiled_since(self._bound(pair)):
-                watched = self._watched(pair, now)
-                watched.left, watched.off, watched.why = record.bound, True, record.why
-                watched.estimate, watched.since = record.estimate.without_evidence(), now - record.off_s
+            for pair in ((record.sender, record.receiver, logits) for logits in judged):
+                if not record.profiled_since(self._bound(pair)):
+                    watched = self._watched(pair, now)
+                    watched.left, watched.off, watched.why = record.bound, True, record.why
+                    watched.estimate, watched.since = record.estimate.without_evidence(), now - record.off_s
         if self._pairs:
             self._apply()
 
-    def _watched(self, pair: Pair, now: float) -> _Watched:
+    def _heads(self, lineage_id: bytes) -> set[bytes]:
+        """What the logits of the models with a lineage come of: one digest, or several if their heads differ."""
+        return {self._logits[name] for name in self._names[lineage_id]}
+
+    def _receivers(self, pair: Judged) -> list[str]:
+        """Names of the models that answer as the receiver of a pair does."""
+        return [name for name in self._names[pair[1]] if self._logits[name] == pair[2]]
+
+    def _watched(self, pair: Judged, now: float) -> _Watched:
         found = self._pairs.get(pair)
         if found is None:
             found = self._pairs[pair] = _Watched(self._bound(pair), now)
         return found
 
-    def _bound(self, pair: Pair) -> DriftBound:
+    def _bound(self, pair: Judged) -> DriftBound:
         """Of models with the same weights the bound of the first that has one of its own."""
         bounds = self._settings.bounds
-        names = [(sender, receiver) for sender in self._names[pair[0]] for receiver in self._names[pair[1]]]
+        names = [(sender, receiver) for sender in self._names[pair[0]] for receiver in self._receivers(pair)]
         return next((bounds[one] for one in names if one in bounds), self._settings.bound)
 
     def _name(self, lineage_id: bytes) -> str:
         return ", ".join(self._names[lineage_id])
 
-    def _status(self, pair: Pair, watched: _Watched, now: float) -> DriftStatus:
+    def _status(self, pair: Judged, watched: _Watched, now: float) -> DriftStatus:
         estimate, bound = watched.estimate, watched.bound
         judged = bound.num_bounds > 0 and estimate.own >= self._settings.min_samples
         seen = estimate.own > 0
         return DriftStatus(
             sender=self._name(pair[0]),
-            receiver=self._name(pair[1]),
+            receiver=", ".join(self._receivers(pair)),
             state="off" if watched.off else "ok" if judged else "watching",
             since_s=max(0.0, now - watched.since),
             samples=estimate.samples,

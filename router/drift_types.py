@@ -14,6 +14,10 @@ from kvkin.router.drift_estimate import PairEstimate
 Pair = tuple[bytes, bytes]
 """Lineage ids of sender and receiver."""
 
+Judged = tuple[bytes, bytes, bytes]
+"""A pair as it is judged: lineage ids of sender and receiver, and the digest of all that the receiver's logits come of. Models with
+the same KV and another head answer differently, so each has a verdict of its own."""
+
 Group = tuple[int, int] | None
 """Recomputed layers [start, stop); None: full reuse."""
 
@@ -68,7 +72,10 @@ class DriftSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SwitchedOff(msgspec.Struct, frozen=True, kw_only=True):
-    """A pair that left ``bound`` ``off_s`` seconds ago, with what was seen of it. Names are for people who read the file."""
+    """A pair that left ``bound`` ``off_s`` seconds ago, with what was seen of it. Names are for people who read the file.
+
+    ``logits`` is the receiver's digest as in ``Judged`` (empty, as in older files: of every receiver with these layers).
+    """
 
     sender: bytes
     receiver: bytes
@@ -78,6 +85,7 @@ class SwitchedOff(msgspec.Struct, frozen=True, kw_only=True):
     estimate: PairEstimate
     why: Annotated[str, Meta(max_length=1000)]
     off_s: float
+    logits: bytes = b""
 
     def profiled_since(self, bound: DriftBound) -> bool:
         """Whether ``bound``, that of the pair now, comes of another profile. Other settings, or a profile that is not there, do not count."""

@@ -20,7 +20,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One model that clients may ask for. ``tokenizer_dir`` holds tokenizer.json; without a template only text and ids work.
 
     ``vocab_size`` counts its ids, ``bos_id`` is put before a plain prompt. ``own_digest`` is the tokenizer digest of a member
-    that adds tokens to the family's (else empty).
+    that adds tokens to the family's (else empty). ``logits_digest`` names all that its logits come of, the head included.
     """
 
     name: str
@@ -32,6 +32,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None = None
     bos_id: int | None = None
     own_digest: bytes = b""
+    logits_digest: bytes = b""
 
 
 class FamilySettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -123,7 +123,8 @@ class DriftSample(msgspec.Struct, frozen=True, tag="drift_sample"):
 
     ``receiver`` is the lineage id of the request's model, ``sources`` and ``inherited`` come back from ``DriftCheck``.
     ``first_token``: both runs find the same first token most likely. ``agreement`` is the share of ``tokens`` first tokens up to the first
-    difference, ``divergence`` KL(private || reused) of the first token's distribution, in nats.
+    difference, ``divergence`` KL(private || reused) of the first token's distribution, in nats. ``model`` is the request's model by
+    name (empty: not told): several may share a lineage, and differ in their heads.
     """
 
     request_id: str
@@ -134,6 +135,7 @@ class DriftSample(msgspec.Struct, frozen=True, tag="drift_sample"):
     divergence: float
     tokens: int
     inherited: bool = False
+    model: str = ""
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):

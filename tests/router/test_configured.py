@@ -84,6 +84,8 @@ def test_everything_of_the_file_arrives(resolved: ResolvedCluster) -> None:
     assert (lora.tokenizer_dir, lora.own_digest) == (settings.models["base"].tokenizer_dir, b"")
     assert wider.tokenizer_dir != lora.tokenizer_dir
     assert wider.own_digest not in (b"", family.tokenizer_digest)
+    digests = {name: model.logits_digest for name, model in settings.models.items()}
+    assert digests == {name: model.logits_digest for name, model in resolved.families["tiny"].models.items()}
     assert lora.chat_template is not None
 
 
