@@ -18,7 +18,7 @@ from kvkin.transport.messages import NodeLoad
 from kvkin.transport.node_messages import ServedModel
 from kvkin.transport.node_runtime import NodeRuntime, NodeSettings
 
-DEADLINE_S = 300.0  # of anything that moves no data
+DEADLINE_S = 900.0  # of anything that moves no data; a process that dies is noticed at once
 FIRST_TOKEN_ID = 100  # below are special tokens
 
 
