@@ -96,11 +96,18 @@ def verdict(profile: Profile) -> str:
         return f"No measured group keeps the loss within {bound}: reuse between these two should stay exact."
     share = profile.chosen.layers / profile.num_layers
     if profile.full_reuse_is_fine:
-        return f"Full reuse is fine: with nothing recomputed the loss is {profile.chosen.loss:.1%}, within {bound}."
-    return (
-        f"Recompute {_group(profile.chosen)} ({profile.chosen.layers} of {profile.num_layers} layers, {share:.0%}): "
-        f"the loss is {profile.chosen.loss:.1%}, within {bound}."
-    )
+        text = f"Full reuse is fine: with nothing recomputed the loss is {profile.chosen.loss:.1%}, within {bound}."
+    else:
+        text = (
+            f"Recompute {_group(profile.chosen)} ({profile.chosen.layers} of {profile.num_layers} layers, {share:.0%}): "
+            f"the loss is {profile.chosen.loss:.1%}, within {bound}."
+        )
+    own = next(one.quality for one in profile.groups if one.group == profile.chosen.group)
+    if own is not None and own.loss_high > profile.max_loss:
+        text += (
+            f" Its own {own.n} answers do not rule out {own.loss_high:.1%}: more of them (--answer-samples) say more."
+        )
+    return text
 
 
 def rows(profile: Profile, *, frontier_only: bool) -> list[list[str]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
+from profile_samples import lineage, sample_profile
 
 from kvkin.configs.profiles import Divergence, MeasuredGroup, Quality
+from kvkin.tools.profile_report import verdict
 from kvkin.tools.profile_result import steadied
 
 
@@ -50,3 +53,23 @@ def test_the_choice_keeps_its_promise_more_often_than_by_each_groups_own_loss() 
             worse[key] += truth[max(within)] - 0.05
     assert worse["own"] / 200 > 0.02
     assert abs(worse["expected"] / 200) < 0.01
+
+
+def test_the_verdict_says_how_sure_it_is() -> None:
+    profile = sample_profile("a", lineage("a"), "b", lineage("b"))
+    assert profile.chosen is not None
+    assert verdict(profile).startswith("Recompute layers [2, 4) (2 of 6 layers, 33%): the loss is 2.0%, within 5%.")
+
+    def with_upper(bound: float) -> str:
+        groups = tuple(
+            msgspec.structs.replace(one, quality=msgspec.structs.replace(one.quality, loss_high=bound, n=40))
+            if one.quality is not None
+            else one
+            for one in profile.groups
+        )
+        return verdict(msgspec.structs.replace(profile, groups=groups))
+
+    assert "do not rule out" not in with_upper(0.049)
+    assert with_upper(0.19).endswith(
+        "Its own 40 answers do not rule out 19.0%: more of them (--answer-samples) say more."
+    )
