@@ -175,6 +175,10 @@ class Desk:
             current = longer
         return found
 
+    def bare(self, receiver: Receiver, held_blocks: int) -> Candidate:
+        """What a receiver holds of its own, taken for exact and not priced: what estimates begin with."""
+        return Candidate(receiver, (), held_blocks, self.facts.provenance, 0.0, NO_WORK)
+
     # --- pricing -----------------------------------------------------------------------------------------------------
 
     def alone_s(self, receiver: Receiver, held_blocks: int) -> float:

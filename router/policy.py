@@ -48,6 +48,8 @@ __all__ = [
 _DEFAULTS = PolicySettings()
 _MAX_RECEIVERS = 3  # holders of the context that are weighed against each other
 _HOLDER = 0.125  # share of the context that a node must hold to count as one
+_MAX_LINKED = 4  # of the other nodes, those whose best reuse is estimated: the ones with the fastest links,
+_MAX_SHARING = 3  # and the least busy of those that hold other models' blocks
 _MAX_CONSIDERED = 6  # alternatives of a decision that are shown
 
 
@@ -89,7 +91,8 @@ def _receiving(model: str, nodes: Mapping[str, NodeView]) -> list[NodeView]:
 
 
 def _promising(search: Search, receivers: Sequence[Receiver]) -> list[Receiver]:
-    """Receivers worth a look: those that hold much of the context, and the least busy of the others."""
+    """Receivers worth a look: those that hold much of the context, the least busy of the others, and the one that would do best by
+    reusing what others computed."""
     desk, held = search.desk, search.held
     ranked = sorted(receivers, key=lambda one: desk.alone_s(one, held.get(one.name, 0)))
     enough = _HOLDER * desk.max_blocks
@@ -103,11 +106,34 @@ def _promising(search: Search, receivers: Sequence[Receiver]) -> list[Receiver]:
         elif not others or (shares and len(others) == 1):
             # the least busy, and one that holds other models' blocks: it has them without a pull
             others.append(one)
+    others += _reuser(search, ranked, [*holders[:_MAX_RECEIVERS], *others])
     if holders:
         # a request leaves its cache only for a real advantage; each request by itself, so that a hot node keeps the others
         for one in others:
             one.penalty_s = desk.policy.spill_s
     return holders[:_MAX_RECEIVERS] + others
+
+
+def _reuser(search: Search, ranked: Sequence[Receiver], chosen: Sequence[Receiver]) -> list[Receiver]:
+    """Besides the ``chosen`` the receiver that would do best by reusing others' blocks: a fast link, or blocks that are there
+    already, may be worth more than a short queue.
+
+    None where little can be reused, or where some chosen one is as fast, as free and as well linked as each of the others.
+    """
+    if search.reach < _HOLDER * search.desk.max_blocks:
+        return []
+    held, front = search.held, list[Receiver]()
+    for one in ranked:
+        blocks, rivals = held.get(one.name, 0), (*chosen, *front)
+        # what it holds of other models' blocks is an advantage that rivals lack
+        beaten = any(held.get(rival.name, 0) >= blocks and rival.covers(one) for rival in rivals)
+        if one not in chosen and (one.name in search.sharing or not beaten):
+            front.append(one)
+    if len(front) > 1:
+        linked = sorted(front, key=lambda one: one.view.rates.pull_bytes_per_s, reverse=True)[:_MAX_LINKED]
+        sharing = [one for one in front if one.name in search.sharing][:_MAX_SHARING]
+        return [min(dict.fromkeys([*linked, *sharing]), key=search.hope)]
+    return front
 
 
 def _decision(

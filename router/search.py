@@ -8,7 +8,8 @@ import msgspec
 
 from kvkin.router.candidates import Candidate, Desk, Receiver, shortlist
 from kvkin.router.chains import Match
-from kvkin.router.groups import most_promising
+from kvkin.router.facts import Option
+from kvkin.router.groups import LATE, WIRE, Ahead, ahead_of, best_group, most_promising
 from kvkin.router.ordering import Ordering, live_ready_s
 
 _MAX_PARTIAL = 2  # matches whose recompute groups are priced exactly: the most promising
@@ -112,18 +113,61 @@ class Search:
             return found
         return [*self.local[name], *(match for match in found if match.node != name)]
 
+    @property
+    def reach(self) -> int:
+        """Blocks of the longest match that some node could pull."""
+        own = max((match.runs[-1].stop_block for match in self._own), default=0)
+        return max(own, self._reach)
+
+    def hope(self, receiver: Receiver) -> float:
+        """About the rank of the best plan on a receiver that reuses one match: cheap, for a first choice of receivers."""
+        desk, name = self.desk, receiver.name
+        held = min(self.held.get(name, 0), desk.max_blocks)
+        base = desk.bare(receiver, held)
+        ends: dict[int, Ahead] = {held: ahead_of(desk, base, held)}
+        best = self._about(base, held, name, desk.facts.whole, ends[held])
+        for match in (*self._short("own", self._own), *self._foreign_for(name)):
+            run = match.runs[0]
+            stop = min(run.stop_block, desk.max_blocks)
+            if stop <= held:
+                continue
+            ahead = ends.get(stop)
+            if ahead is None:
+                ahead = ends[stop] = ahead_of(desk, base, stop)
+            option = desk.facts.exact_option(run.provenance.lineage_id, run.kv_layers, run.e_layers)
+            if option is not None and run.provenance.exact:
+                best = min(best, self._about(base, stop, match.node, option, ahead))
+            if not desk.only_exact:
+                best = min(best, best_group(desk, base, run, match.node, ahead)[1])
+        return best
+
+    def _about(self, base: Candidate, stop: int, node: str, option: Option, ahead: Ahead) -> float:
+        """About the rank with the blocks up to ``stop`` reused exactly."""
+        desk, receiver = self.desk, base.receiver
+        layer_s, computed_s, pulled_s, node_s = ahead
+        pull_s = e_s = 0.0
+        if node != receiver.name:
+            block_s = (stop - base.stop) / receiver.bytes_per_s(node, desk)
+            pull_s = block_s * (option.kv_block_bytes + option.e_block_bytes) + desk.overhead_s
+            e_s = block_s * option.e_block_bytes
+        recompute_s = option.recomputed_layers * layer_s
+        ttft_s = max(computed_s + recompute_s + e_s, pulled_s + pull_s)
+        late_s = max(0.0, ttft_s - desk.late_s)
+        return ttft_s + node_s + desk.beta * recompute_s + WIRE * pull_s + LATE * late_s
+
     def on(self, receiver: Receiver) -> None:
         """Weigh what the receiver could do: its own lineage first, then other models' blocks behind that."""
         desk = self.desk
         nothing = desk.nothing(receiver)
         self.weighed.append(nothing)
         local = self.local.get(receiver.name, [])
-        exact, tainted = self._own_blocks(nothing, local)
+        exact, others = self._own_blocks(nothing, local)
         self._bases.append(exact)
         if exact.stop == desk.max_blocks and all(leg.node == receiver.name for leg in exact.legs):
             return  # everything is here already, and exact: nothing can be better on this receiver
-        if self._reach > exact.stop:
-            bases, foreign = [exact, *tainted], self._foreign_for(receiver.name)
+        bases = [base for base in (exact, *others) if base.stop < self._reach]
+        if bases:
+            foreign = self._foreign_for(receiver.name)
             self._grown.append((bases, foreign))
             self._grow(bases, foreign)
 
@@ -183,7 +227,8 @@ class Search:
         return live.ttft_s <= desk.policy.live_margin * best.ttft_s
 
     def _own_blocks(self, nothing: Candidate, local: Sequence[Match]) -> tuple[Candidate, list[Candidate]]:
-        """The best candidate of exact blocks of the receiver's lineage, and the best with tainted ones if that is longer."""
+        """The best candidate of exact blocks of the receiver's lineage; and what else other models' blocks may follow: the best with
+        tainted ones if that is longer, and what is here of the exact ones, as others may have all that would be pulled."""
         desk, exact, tainted = self.desk, nothing, list[Candidate]()
         name, own_id = nothing.receiver.name, desk.facts.lineage_id
 
@@ -203,12 +248,16 @@ class Search:
         for match in local:
             if match.runs[0].provenance.lineage_id == own_id:
                 take(match)
+        here = exact
         if exact.stop < desk.max_blocks:
             for match in self._short("own", self._own):
                 if match.node != name and match.runs[-1].stop_block > exact.stop:
                     take(match)
         longest = min(tainted, key=rank_of, default=None)
-        return exact, [longest] if longest is not None and longest.stop > exact.stop else []
+        others = [] if here is exact else [here]
+        if longest is not None and longest.stop > exact.stop:
+            others.append(longest)
+        return exact, others
 
     def _longer(self, base: Candidate, matches: Sequence[Match]) -> list[Candidate]:
         desk, facts = self.desk, self.desk.facts
