@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvkin.configs.convert import child_key, suggest
-from kvkin.configs.schema import ClusterConfig, FamilyConfig, NodeConfig, RouterNode, TimeoutsConfig
+from kvkin.configs.schema import ClusterConfig, FamilyConfig, NodeConfig, RouterNode, TimeoutsConfig, local_path
 from kvkin.kv.errors import ConfigError
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -78,6 +78,27 @@ def _wire_warnings(config: ClusterConfig) -> list[str]:
             "pairs of hosts without it refuse to pull from each other: tcp serves them"
         )
     ]
+
+
+def check_profiles_folder(key: str, profiles: str | tuple[str, ...]) -> None:
+    """Raise ConfigError under ``key`` for a folder of profiles that is not there: a name typed wrong would switch all of them off.
+
+    Single files may be missing or damaged (that costs their pair its profile), a folder may be empty. Called where profiles are
+    read, for routers and ``kvkin config check``: nodes have no use for them.
+    """
+    if not isinstance(profiles, str):
+        return
+    folder = local_path(profiles)
+    if folder.suffix == ".json":
+        return
+    allowed = "a folder (`kvkin profile` fills it), a list of files, or no such key"
+    try:
+        if not folder.is_file():
+            next(folder.iterdir(), None)
+    except FileNotFoundError:
+        raise ConfigError(key, f"no such folder: {folder}", allowed) from None
+    except OSError as error:
+        raise ConfigError(key, f"{folder} cannot be read: {error.strerror}", allowed) from None
 
 
 def _covers(earlier: tuple[str, str], later: tuple[str, str]) -> bool:

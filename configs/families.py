@@ -14,7 +14,7 @@ import msgspec
 
 from kvkin.configs.architectures import Geometry
 from kvkin.configs.checkpoints import ModelIdentity, read_model
-from kvkin.configs.checks import cluster_warnings, is_loopback
+from kvkin.configs.checks import check_profiles_folder, cluster_warnings, is_loopback
 from kvkin.configs.convert import child_key, suggest
 from kvkin.configs.digests import Progress
 from kvkin.configs.numerics import resolve_compute_dtype, resolve_device
@@ -148,6 +148,8 @@ def resolve_family(
     if name not in config.families:
         raise ConfigError(key, "no such family", suggest(name, config.families))
     family = config.families[name]
+    if models is None:
+        check_profiles_folder(f"{key}.profiles", family.profiles)
     device = device or resolve_device(family.device)
     compute_dtype = resolve_compute_dtype(family.compute_dtype, device, f"{key}.compute_dtype")
     base = _read_member(config, family, family.base, compute_dtype, None, key, progress)

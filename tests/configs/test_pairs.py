@@ -20,6 +20,7 @@ from kvkin.configs.schema import FamilyConfig, ModelConfig
 from kvkin.kv.frontier import Point
 from kvkin.kv.layout import KVLayout, Plane
 from kvkin.kv.plan import LayerGroup
+from kvkin.tools.cli import main
 from kvkin.tools.config_command import ConfigCheck, ConfigShow
 
 LINEAGES = {name: lineage(name) for name in ("base", "qa", "code")}
@@ -216,6 +217,7 @@ def file(checkpoints: dict[str, dict[str, str]], tmp_path: Path) -> Path:
     }
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(cluster))
+    (tmp_path / "profiles").mkdir()
     lineages = {name: one.lineage for name, one in resolve(path).families["fam"].models.items()}
     for receiver, measured in (("qa", lineages["qa"]), ("code", lineage("older"))):
         profile = sample_profile("base", lineages["base"], receiver, measured)
@@ -262,6 +264,43 @@ def test_config_check_refuses_a_file_that_is_no_profile(file: Path, capsys: pyte
     assert "usable" not in captured.out
     # a running cluster goes on: the router only says so
     assert set(resolve(file).families["fam"].profiles.pairs) == {("base", "qa")}
+
+
+@pytest.mark.parametrize("what", ["missing", "file in the way", "broken link"])
+def test_a_folder_that_is_not_there_is_an_error_for_config_check_and_routers(
+    what: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = file.parent / "profiles"
+    folder.rename(file.parent / "elsewhere")
+    if what == "file in the way":
+        folder.touch()
+        folder = folder / "inside"
+        file.write_text(file.read_text().replace(f"{folder.parent}\n", f"{folder}\n"))
+    elif what == "broken link":
+        folder.symlink_to(file.parent / "gone")
+    problem = f"{folder} cannot be read: Not a directory" if "way" in what else f"no such folder: {folder}"
+    said = f"families.fam.profiles: {problem} (allowed: a folder (`kvkin profile` fills it), a list of files, or no such key)"
+    assert ConfigCheck(file).run() == 2
+    captured = capsys.readouterr()
+    assert (captured.err, captured.out) == (f"kvkin: {file}: {said}\n", "")
+    assert main(["router", "--config", str(file), "--node", "router"]) == 2
+    assert capsys.readouterr().err.endswith(f"kvkin: {said}\n")
+    # nodes have no use for profiles, and `kvkin profile` makes the folder
+    config = parse_cluster(file.read_text(), str(file))
+    assert set(resolve_family(config, "fam", models=["qa"]).models) == {"base", "qa"}
+
+
+def test_an_empty_folder_and_a_missing_single_file_are_no_errors(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = file.parent / "profiles"
+    for one in folder.iterdir():
+        one.unlink()
+    assert ConfigCheck(file).run() == 0
+    assert "profiles" not in capsys.readouterr().out
+    file.write_text(file.read_text().replace(f"{folder}\n", f"{folder}/base-qa.json\n"))
+    assert ConfigCheck(file).run() == 0
+    assert f"families.fam.profiles: {folder}/base-qa.json is refused: " in " ".join(capsys.readouterr().out.split())
 
 
 def test_config_show_names_the_pairs_in_comments(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,7 @@ def file(tmp_path: Path) -> Path:
     cluster["router"]["policy"] |= {"exact_preference": 0.0, "min_order_tokens": 1_000_000, "stream_overhead_s": 0.0}
     cluster["drift"] = {"share": 0.0}
     file.write_text(yaml.safe_dump(cluster))
+    (tmp_path / "profiles").mkdir()
     lineages = {name: one.lineage for name, one in resolve_cluster(load_cluster(file)).families["tiny"].models.items()}
     for sender, losses in LOSSES.items():
         profile = sample_profile(sender, lineages[sender], FULL, lineages[FULL], losses)
