@@ -33,7 +33,7 @@ from kvkin.tools.bench_pipeline_open import open_bench
 from kvkin.tools.bench_pipeline_result import SCHEDULES
 from kvkin.tools.cli import main
 
-WAIT_S = 100.0
+WAIT_S = 240.0
 LAYER_BYTES, STATE_BYTES = 2 * 2 * 16 * 4, 64 * 4  # of a token: two planes of two heads of 16; hidden states of 64
 
 
@@ -51,11 +51,13 @@ def _restore_threads() -> Iterator[None]:
 
 
 def children() -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if child.status() != psutil.STATUS_ZOMBIE and "kvkin.tools.bench_holder" in child.cmdline()
-    ]
+    """The holders that run below this process."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # gone meanwhile, or a zombie
+            if "kvkin.tools.bench_holder" in child.cmdline():
+                found.append(child)
+    return found
 
 
 def arguments(cluster: Path, *more: str) -> list[str]:
@@ -196,7 +198,7 @@ def test_a_holder_that_cannot_start_is_one_line(
 # --- Ctrl-C ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("stage", ["the holder computes", "1/2: 64 + 8 tokens at"])
 def test_ctrl_c_leaves_no_process_and_prints_nothing(cluster: Path, tmp_path: Path, stage: str) -> None:
     """While the holder starts, and in the middle of a measurement."""
@@ -220,7 +222,7 @@ def test_ctrl_c_leaves_no_process_and_prints_nothing(cluster: Path, tmp_path: Pa
                 child.wait(0.05)
         holders = children()
         child.send_signal(signal.SIGINT)
-        assert child.wait(60) == 130
+        assert child.wait(60) == 130, err.read_text(encoding="utf-8")
         assert not [one for one in holders if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     finally:
         child.kill()
