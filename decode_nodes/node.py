@@ -37,6 +37,7 @@ from kvkin.decode_nodes.report import fallback_plan, reuse_report, timings
 from kvkin.decode_nodes.sources import PlanSources
 from kvkin.engines.api import Counters, Engine, EngineRequest, Result
 from kvkin.engines.workspace import Workspace
+from kvkin.kv.cost import measured_work
 from kvkin.kv.errors import KvkinError
 from kvkin.kv.execution import Unit
 from kvkin.kv.generation import TokenLogprob
@@ -283,7 +284,10 @@ class DecodeNode:
         """Moving averages for the router's cost model."""
         seconds = counters.recompute_s + counters.suffix_s
         if seconds > 0 and counters.computed_layer_tokens >= 64 * self.settings.layout.num_layers:
-            self._compute_rate = _average(self._compute_rate, counters.computed_layer_tokens / seconds)
+            work = measured_work(
+                counters.computed_layer_tokens, counters.computed_positions, self.settings.context_half_tokens
+            )
+            self._compute_rate = _average(self._compute_rate, work / seconds)
         pulled = sum(sources.total_bytes for sources in running.sources)
         pull_s = max((sources.pull_seconds for sources in running.sources), default=0.0)
         # a small pull is all latency, one that waits for a live prefill says nothing about the link: large and best ones count

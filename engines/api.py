@@ -57,6 +57,8 @@ class Counters:
     suffix_s: float = 0.0
     wait_s: float = 0.0
     computed_layer_tokens: int = 0
+    computed_positions: int = 0
+    """Sum of the positions of what ``computed_layer_tokens`` counts: how far those tokens had to attend."""
     recomputed_layers: dict[int, set[int]] = field(default_factory=dict)
     """Segment -> layers that were computed for it although its KV is reused."""
     first_token_at: float = 0.0

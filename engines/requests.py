@@ -148,6 +148,8 @@ class RunningRequest:
 
     def _count(self, unit: Unit, num_rows: int, seconds: float) -> None:
         self.counters.computed_layer_tokens += num_rows
+        positions = range(unit.start, unit.stop) if unit.rows is None else unit.rows
+        self.counters.computed_positions += sum(positions)
         if unit.recompute:
             self.counters.recompute_s += seconds
             segment = self.execution.chunks[unit.chunk].segment

@@ -1,7 +1,7 @@
 """The cost model (docs/design.md section 5): what a plan costs in time to first token and in node-seconds.
 
-Pure arithmetic over measured rates. The policy compares plans with it, the simulator replays traces on it, and nodes may use
-:func:`prefill_work` to measure their rate in the same unit. Seconds, bytes and layer-tokens (one token through one layer).
+Pure arithmetic over measured rates. The policy compares plans with it, the simulator replays traces on it, and nodes measure
+their rate in the same unit (:func:`measured_work`). Seconds, bytes and layer-tokens (one token through one layer).
 
 Recompute and pulls overlap: the recompute starts when the hidden states are there, the suffix walks up the layers and waits only
 for those that have not arrived, so its last layer is all that must follow the last byte. A live source adds one bound: nothing
@@ -100,6 +100,12 @@ NO_WORK = Work()
 def prefill_work(num_tokens: int, first_position: int, num_layers: int, settings: CostSettings) -> float:
     """Layer-tokens of a prefill, weighted by how far each token attends: a token at ``context_half_tokens`` counts twice."""
     return num_tokens * num_layers * (1.0 + (first_position + 0.5 * num_tokens) / settings.context_half_tokens)
+
+
+def measured_work(layer_tokens: int, positions: int, context_half_tokens: float) -> float:
+    """Work that was done, in the unit of :func:`prefill_work`: ``layer_tokens`` tokens through a layer, ``positions`` the sum of
+    theirs. Nodes divide it by the seconds that it took, so that their rate is of the unit that the cost model counts in."""
+    return layer_tokens + positions / context_half_tokens
 
 
 def with_reuse(

@@ -15,6 +15,7 @@ import structlog
 from kvkin.engines.api import Counters, Engine, EngineRequest, Result
 from kvkin.engines.arena_copies import arrival_from, store_layer, store_states
 from kvkin.engines.workspace import Workspace
+from kvkin.kv.cost import measured_work
 from kvkin.kv.errors import CapacityError, KvkinError
 from kvkin.kv.execution import PlanExecution, Unit
 from kvkin.kv.generation import TokenLogprob
@@ -219,9 +220,11 @@ class PrefillNode:
         self._release(running)
         assert counters is not None
         seconds = time.monotonic() - running.started
-        computed = counters.computed_layer_tokens
         if counters.suffix_s > 0:
-            rate = computed / counters.suffix_s
+            work = measured_work(
+                counters.computed_layer_tokens, counters.computed_positions, self.settings.context_half_tokens
+            )
+            rate = work / counters.suffix_s
             self._rate = rate if not self._rate else 0.7 * self._rate + 0.3 * rate
         size = self.settings.layout.block_size
         num_computed = (len(running.blocks) - running.local_blocks) * size

@@ -311,6 +311,12 @@ def assert_counters(heard: Heard, plan: ReusePlan, chunks: Sequence[Any]) -> Non
         for chunk in chunks
     )
     assert heard.counters.computed_layer_tokens == rows
+    positions = sum(
+        sum(range(chunk.start, chunk.stop) if chunk.rows is None else chunk.rows)
+        * (chunk.stop_layer - chunk.first_layer)
+        for chunk in chunks
+    )
+    assert heard.counters.computed_positions == positions
 
 
 def check_shape(make_engine: MakeEngine, arch: str, name: str, geometries: Sequence[Geometry] = GEOMETRIES) -> None:

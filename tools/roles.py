@@ -56,6 +56,7 @@ def worker_settings(config: ClusterConfig, family: ResolvedFamily, name: str) ->
         layout=family.layout,
         transition_layers=family.transition_layers,
         chunk_tokens=family.config.chunk_tokens,
+        context_half_tokens=config.router.policy.context_half_tokens,
         kv_bytes=node.kv_bytes,
         e_bytes=node.e_bytes,
         routers=tuple(f"tcp://{router.host}:{router.node_port}" for router in config.routers.values()),

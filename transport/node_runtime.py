@@ -54,6 +54,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     layout: KVLayout
     transition_layers: tuple[int, ...]
     chunk_tokens: int
+    context_half_tokens: float = 4096.0
     kv_bytes: int
     e_bytes: int
     routers: tuple[str, ...]

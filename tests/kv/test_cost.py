@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkin.kv.cost import NO_WORK, CostSettings, NodeRates, Work, estimate, plan_work, prefill_work, with_reuse
+from kvkin.kv.cost import (
+    NO_WORK,
+    CostSettings,
+    NodeRates,
+    Work,
+    estimate,
+    measured_work,
+    plan_work,
+    prefill_work,
+    with_reuse,
+)
 from kvkin.kv.layout import KVLayout, Plane
 from kvkin.kv.plan import (
     Holder,
@@ -144,3 +154,13 @@ def test_time_never_falls_with_more_work(
     ):
         assert ttft(more) >= ttft(base) - 1e-9
     assert ttft(NO_WORK) == pytest.approx(queued * LAYERS / 1000.0)
+
+
+@given(st.integers(1, 5000), st.integers(0, 5000), st.integers(1, 40), st.floats(100, 1e6))
+def test_work_that_was_measured_is_of_the_unit_of_work_that_is_estimated(
+    num_tokens: int, first: int, num_layers: int, half: float
+) -> None:
+    estimated = prefill_work(num_tokens, first, num_layers, CostSettings(context_half_tokens=half))
+    positions = num_layers * sum(range(first, first + num_tokens))
+    measured = measured_work(num_layers * num_tokens, positions, half)
+    assert measured == pytest.approx(estimated, rel=1 / half)  # half a position a token apart

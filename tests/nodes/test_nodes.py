@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,13 @@ from node_harness import (
     running,
 )
 
+from kvkin.decode_nodes.node import DecodeNode
+from kvkin.engines.api import Counters
+from kvkin.kv.cost import CostSettings, prefill_work
 from kvkin.kv.hashing import block_hashes
 from kvkin.kv.plan import Holder, LayerGroup, LayerSource, PlanKind, ReusePlan, Segment, private_plan, provenances
 from kvkin.kv.provenance import Provenance, Quality
+from kvkin.prefill_nodes.node import PrefillNode
 from kvkin.transport.node_messages import Done, Generated, OrderDone, PrefillOrder
 
 TOKENS = tuple(int(t) for t in torch.randint(3, 320, (101,), generator=torch.Generator().manual_seed(5)))
@@ -74,6 +79,33 @@ async def test_private_order_exact_and_partial(
 
         await router.until(lambda: router.load("prefill-0").leases == 0)
     assert_clean(prefill, node, other)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_the_rate_that_a_node_reports_counts_how_far_tokens_attend(
+    members: dict[str, Member], router: ScriptedRouter, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, half, counted = members["base"], 2.0, list[Counters]()
+    kind, method = (PrefillNode, "ended") if role == "prefill" else (DecodeNode, "_measure")
+    original = getattr(kind, method)
+
+    def noting(self: Any, *arguments: Any) -> Any:
+        counted.extend(each for each in arguments if isinstance(each, Counters))
+        return original(self, *arguments)
+
+    monkeypatch.setattr(kind, method, noting)
+    async with running(role, "node", [base], router, context_half_tokens=half) as node:
+        if role == "prefill":
+            await router.order("node", "order", "base", TOKENS)
+        else:
+            await router.execute("node", "request", "base", TOKENS, private_plan(len(TOKENS)))
+        (counters,) = counted
+        tokens = CONTEXT if role == "prefill" else len(TOKENS)
+        assert counters.computed_layer_tokens == tokens * LAYERS
+        assert counters.computed_positions == sum(range(tokens)) * LAYERS
+        work = prefill_work(tokens, 0, LAYERS, CostSettings(context_half_tokens=half))
+        seconds = counters.recompute_s + counters.suffix_s
+        assert node.load().prefill_layer_tokens_per_s == pytest.approx(work / seconds, rel=0.02)
 
 
 async def test_next_turn_hits_own_blocks_and_other_agent_gets_them(
