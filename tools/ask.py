@@ -21,7 +21,7 @@ from kvkin.configs.loader import load_cluster
 from kvkin.kv.errors import ConfigError
 from kvkin.tools.decision_view import decision_view
 from kvkin.tools.report_view import answer_report, headline
-from kvkin.tools.router_address import DEFAULT_CONFIG, router_address
+from kvkin.tools.router_address import DEFAULT_CONFIG, reach, router_address
 from kvkin.transport.client import AsyncClient
 from kvkin.transport.messages import Finished, Sampling
 
@@ -111,7 +111,9 @@ class Ask:
         return asked
 
     async def _ask_cluster(self, asked: dict[str, Any]) -> int:
-        async with AsyncClient(router_address(self.config, self.address)) as client:
+        router = router_address(self.config, self.address)
+        async with AsyncClient(router.url) as client:
+            await reach(client, router, "" if self.address else "--local asks without one")
             return await self._ask(client, asked)
 
     async def _ask_local(self, asked: dict[str, Any]) -> int:

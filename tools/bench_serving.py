@@ -41,7 +41,7 @@ from kvkin.tools.local import status_until
 from kvkin.tools.out_folder import check_out_folder
 from kvkin.tools.plots import check_plots
 from kvkin.tools.prepare import prepare_missing
-from kvkin.tools.router_address import DEFAULT_CONFIG, router_address
+from kvkin.tools.router_address import DEFAULT_CONFIG, reach, router_address
 from kvkin.transport.client import AsyncClient
 from kvkin.transport.messages import ModelEntry
 
@@ -120,10 +120,11 @@ class Bench:
         if cluster.start:
             await self._measure_started(demo_config(cluster.config))
             return
-        address = router_address(cluster.config, cluster.address)
+        router = router_address(cluster.config, cluster.address)
         config = load_cluster(cluster.config or DEFAULT_CONFIG) if cluster.address is None else None
-        async with AsyncClient(address) as client:
-            await self._sweep_on(client, await self._plan(await client.models(), config))
+        async with AsyncClient(router.url) as client:
+            known = await reach(client, router, "--start starts one for this run" if config is not None else "")
+            await self._sweep_on(client, await self._plan(known, config))
 
     async def _measure_started(self, config: ClusterConfig) -> None:
         """On a cluster of child processes. What the file and its checkpoints tell is checked before they are started."""

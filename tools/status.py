@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +13,11 @@ import msgspec
 import tyro
 from rich.console import Console
 
+from kvkin.kv.errors import ConfigError
 from kvkin.tools.cluster_view import status_view
-from kvkin.tools.router_address import router_address
-from kvkin.transport.client import Client
+from kvkin.tools.router_address import RouterAddress, reach, router_address
+from kvkin.transport.client import AsyncClient
+from kvkin.transport.messages import StatusReply
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,17 @@ class Status:
     """How long to wait for the router."""
 
     def run(self) -> int:
-        with Client(router_address(self.config, self.address)) as client:
-            reply = client.status(timeout_s=self.timeout_s)
+        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
+            raise ConfigError("--timeout-s", f"{self.timeout_s}", "seconds above 0")
+        reply = asyncio.run(self._ask(router_address(self.config, self.address)))
         if self.json:
             print(msgspec.json.format(msgspec.json.encode(reply)).decode())
         else:
             # a pipe has no width: rich would wrap at 80 columns and break names
             Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(status_view(reply))
         return 0
+
+    async def _ask(self, router: RouterAddress) -> StatusReply:
+        async with AsyncClient(router.url) as client:
+            await reach(client, router, timeout_s=self.timeout_s)
+            return await client.status(timeout_s=self.timeout_s)

@@ -33,7 +33,7 @@ from kvkin.tools.cluster_processes import ClusterProcesses
 from kvkin.tools.demo import demo_config
 from kvkin.tools.local import status_until
 from kvkin.tools.prepare import prepare_missing
-from kvkin.tools.router_address import router_address
+from kvkin.tools.router_address import RouterAddress, reach, router_address
 from kvkin.transport.client import AsyncClient
 from kvkin.transport.messages import Reuse
 
@@ -78,7 +78,7 @@ class Agents:
         chosen = script() if played is None else played
         self.check(chosen)
         if self.router is not None:
-            return asyncio.run(self._on_running(router_address(None, self.router), chosen))
+            return asyncio.run(self._on_running(router_address(None, self.router, "--router"), chosen))
         config = demo_config(self.config)
         self.nodes(config)
         prepare_missing(config)
@@ -128,13 +128,14 @@ class Agents:
                 )
                 return await self.play(client, played, self.json or config.state_path / "agents.json", console)
 
-    async def _on_running(self, address: str, played: Script) -> int:
-        async with AsyncClient(address) as client:
-            families = {entry.name: entry.family for entry in await client.models() if entry.nodes}
+    async def _on_running(self, router: RouterAddress, played: Script) -> int:
+        async with AsyncClient(router.url) as client:
+            known = await reach(client, router, "without --router a cluster is started for this run")
+            families = {entry.name: entry.family for entry in known if entry.nodes}
             for option, model in (("--coder", self.coder), ("--tester", self.tester)):
                 if model not in families:
                     known = ", ".join(sorted(families))
-                    raise ConfigError(option, f"the cluster at {address} does not serve {model} now", known)
+                    raise ConfigError(option, f"the cluster at {router.url} does not serve {model} now", known)
             self._check_families({families[self.coder], families[self.tester]})
             return await self.play(client, played, self.json or Path(".kvkin") / "agents.json", _console())
 

@@ -34,6 +34,7 @@ from kvkin.kv.provenance import Quality
 from kvkin.tools.cluster_processes import check_ports
 from kvkin.tools.demo import demo_config
 from kvkin.tools.local import LocalCluster
+from kvkin.tools.router_address import RouterAddress
 from kvkin.tools.scoring import normalize_answer
 from kvkin.tools.smollm2 import find_gguf
 from kvkin.transport.messages import (
@@ -361,7 +362,7 @@ async def test_on_a_running_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     async with local(tmp_path) as cluster:
         address = cluster.router.client_address
         exact = Agents(rounds=1, coder=UPPER, tester=FULL, router=address, reuse="exact", max_tokens=4)
-        assert await exact._on_running(address, tiny_script()) == 0
+        assert await exact._on_running(RouterAddress(address, "--router"), tiny_script()) == 0
         figures = json.loads((tmp_path / ".kvkin" / "agents.json").read_text())
         # nothing of the fine-tune on all layers is the other one's
         assert [turn["shared"]["plan"] for turn in figures["turns"]] == ["private", "private"]
@@ -371,10 +372,10 @@ async def test_on_a_running_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(
             ConfigError, match=rf"^--tester: the cluster at {address} does not serve tiny-ful .*{UPPER}"
         ):
-            await unknown._on_running(address, tiny_script())
+            await unknown._on_running(RouterAddress(address, "--router"), tiny_script())
         # in the cluster file, but nobody serves it
         with pytest.raises(ConfigError, match=r"^--coder: .* does not serve tiny-base now"):
-            await replace(exact, coder=BASE)._on_running(address, tiny_script())
+            await replace(exact, coder=BASE)._on_running(RouterAddress(address, "--router"), tiny_script())
 
 
 @pytest.mark.timeout(180)
@@ -387,7 +388,7 @@ async def test_a_turn_that_fails_ends_it_and_what_was_played_is_kept(
     out = tmp_path / "report.json"
     async with local(tmp_path) as cluster:
         job = Agents(rounds=2, coder=UPPER, tester=FULL, max_tokens=4, json=out, router=cluster.router.client_address)
-        assert await job._on_running(cluster.router.client_address, too_long) == EXIT_FAILED
+        assert await job._on_running(RouterAddress(cluster.router.client_address, "--router"), too_long) == EXIT_FAILED
     figures = json.loads(out.read_text())
     assert len(figures["turns"]) == 3
     assert figures["stopped"].startswith("round 2, tester: prompt_too_long: ")
@@ -499,10 +500,12 @@ def test_bad_arguments_are_one_line_before_anything_is_started(
 
 
 def test_a_router_that_does_not_answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvkin.transport.client.ASK_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(run.AsyncClient.models, "__defaults__", (0.2,))
+    monkeypatch.setattr(run.reach, "__defaults__", ("", 0.2))
     assert main(["--router", "127.0.0.1:9"]) == EXIT_UNUSABLE
-    assert capsys.readouterr().err == "agents: the router at tcp://127.0.0.1:9 does not answer (waited 0.2 s)\n"
+    assert capsys.readouterr().err == (
+        "agents: the router at tcp://127.0.0.1:9 does not answer (waited 0.2 s): nothing listens there. The address comes from "
+        "--router; `kvkin up FILE` starts a cluster; without --router a cluster is started for this run\n"
+    )
 
 
 def test_models_of_two_families_do_not_talk(tmp_path: Path) -> None:
