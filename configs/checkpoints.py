@@ -95,6 +95,7 @@ def read_model(
     *,
     compute_dtype: str,
     kv_dtype: str | None = None,
+    quantization: str | None = None,
     cache_dir: Path | None = None,
     family_vocab: int | None = None,
     progress: Progress | None = None,
@@ -104,8 +105,9 @@ def read_model(
 
     ``checkpoint`` and ``adapter`` are folders or hub ids. ``cache_dir`` keeps digests (none: hash again). ``family_vocab``
     is the number of embedding rows that count: the base's vocabulary (none: this model's own), so that tokens which a
-    fine-tune added do not hide what it shares. ``kv_dtype`` defaults to ``compute_dtype``. Raises ConfigError, under
-    ``key`` + ".checkpoint" or ".adapter", for whatever cannot be used.
+    fine-tune added do not hide what it shares. ``kv_dtype`` defaults to ``compute_dtype``. ``quantization`` is the method by which
+    the engine quantises the weights as it loads them; none: it does not. Raises ConfigError, under ``key`` + ".checkpoint" or
+    ".adapter", for whatever cannot be used.
     """
     key = key or f"models.{name}"
     model_key, adapter_key = f"{key}.checkpoint", f"{key}.adapter"
@@ -122,7 +124,7 @@ def read_model(
     if adapter_folder is not None:
         changed = read_adapter(adapter_folder, tensors, adapter_key)
     changes = adapter_digests(changed.modules, cache, adapter_key, progress)
-    numerics = numerics_class(tensors.weight_dtype, compute_dtype, kv_dtype or compute_dtype)
+    numerics = numerics_class(tensors.weight_dtype, compute_dtype, kv_dtype or compute_dtype, quantization)
     rows = family_vocab or geometry.vocab_size
     head = _head_rows(changed.head or tensors.head, rows)
     digests = tensor_digests([*_kv_tensors(tensors, rows), *_head_tensors(tensors, head)], cache, model_key, progress)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvkin.configs.convert import child_key, suggest
 from kvkin.configs.schema import ClusterConfig, FamilyConfig, NodeConfig, RouterNode, TimeoutsConfig, local_path
+from kvkin.configs.vllm_rules import check_vllm, vllm_warnings
 from kvkin.kv.errors import ConfigError
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -31,6 +32,7 @@ def check_cluster(config: ClusterConfig) -> None:
         raise ConfigError("nodes", "no node has the role router", "at least one router")
     _check_ports(config)
     _check_timeouts(config.timeouts)
+    check_vllm(config)
 
 
 def cluster_warnings(config: ClusterConfig) -> list[str]:
@@ -38,7 +40,7 @@ def cluster_warnings(config: ClusterConfig) -> list[str]:
     warnings = []
     served = {model for node in config.decode_nodes.values() for model in node.models}
     prefilled = {config.family_of(model) for node in config.prefill_nodes.values() for model in node.models}
-    warnings += _wire_warnings(config)
+    warnings += _wire_warnings(config) + vllm_warnings(config)
     for name, prefill in config.prefill_nodes.items():
         family_name = config.family_of(prefill.models[0])
         base = "" if family_name is None else config.families[family_name].base

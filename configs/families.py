@@ -21,6 +21,8 @@ from kvkin.configs.numerics import resolve_compute_dtype, resolve_device
 from kvkin.configs.pairs import FamilyProfiles, load_profiles
 from kvkin.configs.prompt_files import TokenizerIdentity
 from kvkin.configs.schema import ClusterConfig, FamilyConfig
+from kvkin.configs.vllm_node import check_vllm_family
+from kvkin.configs.vllm_rules import quantization
 from kvkin.kv.errors import ConfigError
 from kvkin.kv.hashing import BlockHash, root_hash
 from kvkin.kv.layout import KVLayout
@@ -125,6 +127,7 @@ def resolve_cluster(config: ClusterConfig, *, progress: Progress | None = None) 
     warnings = cluster_warnings(config)
     remote = any(not is_loopback(node.host) for node in config.nodes.values())
     for name, family in families.items():
+        check_vllm_family(config, family)
         warnings += family.warnings
         if remote and "auto" in (family.config.device, family.config.compute_dtype):
             key = child_key("families", name)
@@ -209,6 +212,7 @@ def _read_member(
         entry.checkpoint,
         entry.adapter,
         compute_dtype=compute_dtype,
+        quantization=quantization(family.vllm),
         cache_dir=config.state_path / "digests",
         family_vocab=family_vocab,
         progress=progress,

@@ -1,7 +1,9 @@
 """Numerics classes: when do equal weights give equal KV?
 
-A class is "<weights>/<compute>/<KV>", e.g. "bfloat16/float32/float32". It is part of every lineage. Called by
-``configs.checkpoints`` and ``configs.families``.
+A class is "<weights>/<compute>/<KV>", e.g. "bfloat16/float32/float32"; weights that the engine quantises as it loads them are
+"<weights>+<method>". It is part of every lineage. Neither engine nor device are in it: the same weights in the same types give the
+same KV up to rounding on all of them (float32: well below 1e-4 of the scale), as they do in other batches of one engine. So nodes of
+both engines exchange KV. Called by ``configs.checkpoints`` and ``configs.families``.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ COMPATIBLE = {
 }
 
 
-def numerics_class(weights: str, compute: str, kv: str) -> str:
-    """The class of a model whose weights, activations and KV have these types."""
+def numerics_class(weights: str, compute: str, kv: str, quantization: str | None = None) -> str:
+    """The class of a model whose weights, activations and KV have these types; ``quantization`` is the method that is applied to
+    the weights when they are loaded."""
     for dtype in (weights, compute, kv):
         assert dtype in DTYPE_BYTES, dtype
-    return f"{weights}/{compute}/{kv}"
+    return f"{weights}{f'+{quantization}' if quantization else ''}/{compute}/{kv}"
 
 
 def lineage_class(numerics: str) -> bytes:

@@ -7,7 +7,7 @@ may be written as "1GiB". Relative paths are relative to the working directory, 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +21,8 @@ Count = Annotated[int, Meta(ge=1, le=2**31)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 # As Port, or 0: any free port, reported when the node starts and registers. For demos and tests; firewalls want a fixed one.
 PortOrAny = Annotated[int, Meta(ge=0, le=65535)]
+# What runs models.
+EngineName = Literal["reference", "vllm"]
 # Layer numbers count from 0.
 Layer = Annotated[int, Meta(ge=0, le=10_000)]
 
@@ -56,8 +58,11 @@ class FamilyConfig(_Section, frozen=True, kw_only=True):
     base: str
     # Model name -> where its weights are. Model names are unique in the whole cluster.
     models: dict[str, ModelConfig]
-    # How models run: ``reference`` is transformers, layer by layer.
-    engine: Literal["reference"] = "reference"
+    # How models run: ``reference`` is transformers, layer by layer; ``vllm`` is vLLM (docs/vllm.md). A node's own ``engine`` wins.
+    engine: EngineName = "reference"
+    # Arguments of vLLM's engine, by the names that the installed version's ``EngineArgs`` has, for the family's nodes that run on
+    # it. null: vLLM's own default. What kvkin sets itself is refused (``configs/vllm_rules.py``).
+    vllm: dict[str, Any] = {}
     # Where models run: auto takes CUDA if there is a device.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # Type of activations, KV and E. auto: float32 on cpu, bfloat16 on cuda.
@@ -117,6 +122,10 @@ class PrefillNode(_Node, frozen=True, tag="prefill", kw_only=True):
     e_bytes: Bytes = 256 << 20
     # Compute threads; 0: as many as torch takes by itself.
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
+    # How this node runs its models; none: as its family says.
+    engine: EngineName | None = None
+    # Arguments of vLLM's engine for this node, each in place of the family's.
+    vllm: dict[str, Any] = {}
 
 
 class DecodeNode(_Node, frozen=True, tag="decode", kw_only=True):
@@ -134,6 +143,10 @@ class DecodeNode(_Node, frozen=True, tag="decode", kw_only=True):
     e_bytes: Bytes = 256 << 20
     # Compute threads; 0: as many as torch takes by itself.
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
+    # How this node runs its models; none: as its family says.
+    engine: EngineName | None = None
+    # Arguments of vLLM's engine for this node, each in place of the family's.
+    vllm: dict[str, Any] = {}
     # Requests that run interleaved; more wait in the queue.
     max_running: Count = 8
 

