@@ -8,6 +8,7 @@ node starts. ``tests/configs/test_vllm_installed.py`` compares the result with t
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +81,12 @@ class EngineArguments:
         return self._module.type_of(self._annotations[name])
 
 
+@functools.lru_cache(maxsize=4)
 def read_arguments(folder: Path) -> EngineArguments | None:
-    """The arguments of the vLLM in ``folder``; None if its source is not as expected (another version, or damaged)."""
+    """The arguments of the vLLM in ``folder``; None if its source is not as expected (another version, or damaged).
+
+    Kept for the process: the file has thousands of lines.
+    """
     module = _Source(folder).module(folder / ARGUMENTS_FILE)
     body = None if module is None else module.classes.get(ARGUMENTS_CLASS)
     if module is None or body is None:

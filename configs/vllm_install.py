@@ -46,14 +46,18 @@ def installed_vllm() -> InstalledVllm | None:
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
         folder = Path(location)
         if (folder / ARGUMENTS_FILE).is_file():
-            name, version = _distribution()
+            name, version = _distribution(folder)
             return InstalledVllm(version, folder, "cpu" in name or "cpu" in version.partition("+")[2])
     return None
 
 
-def _distribution() -> tuple[str, str]:
+def _distribution(folder: Path) -> tuple[str, str]:
     """(name, version) of the package that brought vllm; an unknown version is refused like a wrong one."""
-    for name in (*_DISTRIBUTIONS, *metadata.packages_distributions().get("vllm", ())):
+    for found in metadata.distributions(path=[str(folder.parent)]):
+        # plugins of vLLM are called like it: only the package itself has this file
+        if found.name.startswith("vllm") and any(str(file) == f"vllm/{ARGUMENTS_FILE}" for file in found.files or ()):
+            return found.name, found.version
+    for name in _DISTRIBUTIONS:  # an editable installation lies elsewhere
         try:
             return name, metadata.version(name)
         except metadata.PackageNotFoundError:

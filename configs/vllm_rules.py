@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from kvkin.configs.convert import child_key, parse_size
 from kvkin.configs.schema import ClusterConfig, DecodeNode, EngineName, PrefillNode, WorkerNode
 from kvkin.kv.errors import ConfigError
@@ -50,7 +52,10 @@ REFUSED: dict[str, str] = {
     "max_lora_rank": _LORA,
     "default_mm_loras": _LORA,
     "logits_processors": "kvkin reads the first token's distribution with a processor of its own",
+    "max_logprobs": "limits of the cluster say how much a request may ask",
     "logprobs_mode": "log probabilities are those of the model, before temperature and filters, on every engine",
+    "async_scheduling": "a step is planned when the last one's tokens and KV are known, as kvkin counts what really ran",
+    "disable_log_stats": "kvkin's status has the figures",
     "hf_overrides": _CHANGES_MODEL,
     "model_class_overrides": _CHANGES_MODEL,
     "quantization_config": f"{_CHANGES_MODEL}; quantization alone names a method",
@@ -64,7 +69,8 @@ REFUSED: dict[str, str] = {
 
 # Argument -> (the values that work, why the others do not).
 LIMITED: dict[str, tuple[tuple[object, ...], str]] = {
-    "pipeline_parallel_size": ((1,), "layers on several hosts are not supported: use tensor_parallel_size"),
+    "tensor_parallel_size": ((1,), "several ranks are not supported yet"),
+    "pipeline_parallel_size": ((1,), "layers on several devices are not supported"),
     "data_parallel_size": ((1,), _DATA_PARALLEL),
     "prefill_context_parallel_size": ((1,), "tokens of one context on several ranks are not supported"),
     "decode_context_parallel_size": ((1,), "tokens of one context on several ranks are not supported"),
@@ -158,6 +164,21 @@ def quantization(arguments: Mapping[str, Any]) -> str | None:
     """The method by which vLLM quantises weights; None for weights as they are."""
     method = arguments.get("quantization")
     return None if method is None else str(method)
+
+
+def on_reference(config: ClusterConfig) -> ClusterConfig:
+    """The same cluster with every node on the reference engine. Raises ConfigError for a family whose weights vLLM quantises."""
+    families, nodes = {}, dict(config.nodes)
+    for name, family in config.families.items():
+        method = quantization(family.vllm)
+        if method is not None:
+            key = f"{child_key('families', name)}.vllm.quantization"
+            raise ConfigError(key, f"only vLLM can run weights quantised by {method}", "a cluster of vLLM nodes")
+        families[name] = msgspec.structs.replace(family, engine="reference", vllm={})
+    for name, node in config.nodes.items():
+        if isinstance(node, PrefillNode | DecodeNode):
+            nodes[name] = msgspec.structs.replace(node, engine=None, vllm={})
+    return msgspec.structs.replace(config, families=families, nodes=nodes)
 
 
 def vllm_warnings(config: ClusterConfig) -> list[str]:

@@ -22,8 +22,12 @@ from kvkin.configs.families import ResolvedCluster, ResolvedFamily, resolve_clus
 from kvkin.configs.loader import load_cluster, show_cluster
 from kvkin.configs.pairs import PairReuse, pair_reuse
 from kvkin.configs.schema import ClusterConfig
+from kvkin.configs.vllm_install import check_installed, missing_warnings
+from kvkin.configs.vllm_node import vllm_node
+from kvkin.configs.vllm_rules import family_name, node_engine, vllm_nodes
 from kvkin.kv.errors import ConfigError
 from kvkin.kv.lineage import shared_depth, shared_transition
+from kvkin.tools.cluster_processes import local_nodes
 from kvkin.tools.pairs_view import groups_text
 
 EXIT_UNUSABLE = 2
@@ -41,7 +45,12 @@ class ConfigCheck:
     def run(self) -> int:
         """Print models, shared layers and warnings. Returns 0, or 2 after one line on stderr."""
         try:
-            cluster = resolve_cluster(load_cluster(self.file), progress=_Progress())
+            config = load_cluster(self.file)
+            here = _vllm_nodes_here(config)
+            check_installed(config, here)
+            cluster = resolve_cluster(config, progress=_Progress())
+            for name in here:
+                vllm_node(config, cluster.families[family_name(config, name)], name)
         except ConfigError as error:
             return _refuse(self.file, error)
         # a pipe has no width: rich would wrap at 80 columns and break names
@@ -51,9 +60,9 @@ class ConfigCheck:
         pairs = pair_reuse(cluster.families.values())
         if pairs:
             console.print(_pairs_table(pairs))
-        for warning in cluster.warnings:
+        for warning in (*cluster.warnings, *missing_warnings(config, here)):
             console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
-        config, models = cluster.config, sum(len(family.models) for family in cluster.families.values())
+        models = sum(len(family.models) for family in cluster.families.values())
         counts = f"models: {models}, families: {len(config.families)}, nodes: {len(config.nodes)}"
         for family in cluster.families.values():
             for profile in family.profiles.refused:
@@ -80,6 +89,15 @@ class ConfigShow:
         for line in _pair_comments(config):
             print(f"# {line}")
         return 0
+
+
+def _vllm_nodes_here(config: ClusterConfig) -> list[str]:
+    """Nodes that would run on this host's vLLM."""
+    nodes = vllm_nodes(config)
+    try:
+        return [name for name in local_nodes(config) if name in nodes] if nodes else []
+    except ConfigError:  # none of the cluster's hosts is this one
+        return []
 
 
 def _pair_comments(config: ClusterConfig) -> list[str]:
@@ -133,7 +151,8 @@ def _family_table(cluster: ResolvedCluster, family: ResolvedFamily) -> Table:
     served: dict[str, list[str]] = {}
     for name, node in (cluster.config.prefill_nodes | cluster.config.decode_nodes).items():
         for served_model in node.models:
-            served.setdefault(served_model, []).append(name)
+            engine = "" if node_engine(cluster.config, name) == "reference" else " (vllm)"
+            served.setdefault(served_model, []).append(f"{name}{engine}")
     for name, model in family.models.items():
         depth = shared_depth(model.lineage, base.lineage)
         layers = "all layers" if depth == base.num_layers else f"layers [0, {depth})" if depth else "none"

@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import tyro
@@ -26,6 +26,8 @@ import kvkin.configs
 from kvkin.configs.families import ResolvedCluster, resolve_cluster
 from kvkin.configs.loader import load_cluster, show_cluster
 from kvkin.configs.schema import ClusterConfig, FamilyConfig, local_path
+from kvkin.configs.vllm_install import check_installed
+from kvkin.configs.vllm_rules import on_reference
 from kvkin.kv.errors import ConfigError
 from kvkin.tools.cluster_processes import ClusterProcesses, NodeProcess, NodeState, free_ports
 from kvkin.tools.demo_view import record_view, summary, table
@@ -40,6 +42,8 @@ from kvkin.transport.client import AsyncClient
 EXIT_FAILED = 1
 # A mismatch counts only where the reference itself is decided: at a gap below this, rounding chooses the token.
 TIE = 1e-3
+# Beside the default cluster file: the same cluster on vLLM.
+VLLM_CONFIG = "local-vllm.yaml"
 REFERENCE_S = 600.0
 
 
@@ -52,13 +56,18 @@ class Demo:
     """
 
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Cluster file of the family; default: configs/clusters/local.yaml. Its ports are replaced by free ones."""
+    """Cluster file of the family; default: local.yaml of configs/clusters, or local-vllm.yaml with --engine vllm. Its ports are
+    replaced by free ones."""
+
+    engine: Literal["reference", "vllm"] | None = None
+    """Run all nodes on this engine; default: as the cluster file says."""
 
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Where the report goes; default: demo.json in the cluster file's state_dir."""
 
     def run(self) -> int:
-        config = demo_config(self.config)
+        config = demo_config(self.config, self.engine)
+        check_installed(config, list(config.nodes))
         prepare_missing(config)
         return asyncio.run(run_demo(config, workload(Names()), Names(), self.out or config.state_path / "demo.json"))
 
@@ -229,12 +238,16 @@ def reference_spec(resolved: ResolvedCluster, names: Names, records: list[Record
     return {"tokenizer": str(family.tokenizer_path), "models": models, "requests": requests}
 
 
-def demo_config(file: Path | None) -> ClusterConfig:
-    """The cluster of ``file`` (default: the local one) on free ports. An installed kvkin brings file and adapters along."""
+def demo_config(file: Path | None, engine: Literal["reference", "vllm"] | None = None) -> ClusterConfig:
+    """The cluster of ``file`` (default: the local one) on free ports, all of it on ``engine`` if that is given. An installed kvkin
+    brings file and adapters along."""
     shipped = Path(kvkin.configs.__file__).parent
     if file is None:
-        file = DEFAULT_CONFIG if DEFAULT_CONFIG.exists() else shipped / "clusters" / DEFAULT_CONFIG.name
+        file = DEFAULT_CONFIG.with_name(VLLM_CONFIG) if engine == "vllm" else DEFAULT_CONFIG
+        file = file if file.exists() else shipped / "clusters" / file.name
     config = load_cluster(file)
+    if engine is not None:
+        config = _on_engine(config, engine)
     nodes = dict(config.nodes)
     for name, router in config.routers.items():
         client_port, node_port = free_ports(2)
@@ -242,6 +255,15 @@ def demo_config(file: Path | None) -> ClusterConfig:
     for name, worker in (config.prefill_nodes | config.decode_nodes).items():
         nodes[name] = msgspec.structs.replace(worker, port=0)
     families = {name: _find_adapters(family, shipped) for name, family in config.families.items()}
+    return msgspec.structs.replace(config, nodes=nodes, families=families)
+
+
+def _on_engine(config: ClusterConfig, engine: Literal["reference", "vllm"]) -> ClusterConfig:
+    if engine == "reference":
+        return on_reference(config)
+    workers = config.prefill_nodes | config.decode_nodes
+    nodes = config.nodes | {name: msgspec.structs.replace(node, engine=None) for name, node in workers.items()}
+    families = {name: msgspec.structs.replace(family, engine=engine) for name, family in config.families.items()}
     return msgspec.structs.replace(config, nodes=nodes, families=families)
 
 

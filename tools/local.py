@@ -1,7 +1,8 @@
 """``LocalCluster``: router, prefill and decode nodes of a cluster file in one process and one event loop.
 
 The same nodes as everywhere, over real loopback sockets for the control plane and the ``inproc`` backend for KV, on ports of
-its own: it runs beside a cluster of the same file. ``kvkin ask --local`` and tests use it; engines run on threads.
+its own: it runs beside a cluster of the same file. ``kvkin ask --local`` and tests use it; engines run on threads. vLLM wants a
+process for each engine, so its nodes run on the reference engine here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import structlog
 
 from kvkin.configs.families import ResolvedCluster, resolve_cluster
 from kvkin.configs.schema import ClusterConfig, NodeConfig, RouterNode, WorkerNode
+from kvkin.configs.vllm_rules import on_reference, vllm_nodes
 from kvkin.kv.errors import ConfigError, NodeUnavailable, UnknownModel
 from kvkin.router.configured import settings_from
 from kvkin.router.node import RouterNode as RouterServer
@@ -33,6 +35,9 @@ class LocalCluster:
     """Use as ``async with``. ``models`` limits which decode nodes are built; their families' prefill nodes always are."""
 
     def __init__(self, config: ClusterConfig, models: Collection[str] | None = None) -> None:
+        if moved := vllm_nodes(config):
+            log.info("on the reference engine in this process", nodes=moved)
+        config = on_reference(config)
         self.config = msgspec.structs.replace(
             config,
             nodes={name: _on_any_port(node) for name, node in config.nodes.items()},

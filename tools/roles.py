@@ -11,7 +11,7 @@ import asyncio
 import gc
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, overload
 
 import structlog
 import tyro
@@ -20,6 +20,7 @@ import uvloop
 from kvkin.configs.families import ResolvedFamily, resolve_cluster, resolve_family
 from kvkin.configs.loader import load_cluster
 from kvkin.configs.schema import ClusterConfig, DecodeNode, PrefillNode, RouterNode
+from kvkin.configs.vllm_node import VllmNode, vllm_node
 from kvkin.decode_nodes.drift_records import FOLDER
 from kvkin.kv.errors import ConfigError
 from kvkin.transport.node_messages import ServedModel
@@ -27,6 +28,7 @@ from kvkin.transport.node_runtime import CheckSettings, NodeSettings, stop_on_si
 
 if TYPE_CHECKING:
     from kvkin.decode_nodes.node import DecodeNode as DecodeServer
+    from kvkin.engines.api import Engine
     from kvkin.engines.reference import ReferenceEngine
     from kvkin.prefill_nodes.node import PrefillNode as PrefillServer
     from kvkin.router.node import RouterNode as RouterServer
@@ -83,8 +85,20 @@ def worker_settings(config: ClusterConfig, family: ResolvedFamily, name: str) ->
     )
 
 
-def build_engine(family: ResolvedFamily, models: tuple[str, ...]) -> ReferenceEngine:
-    """Load ``models`` and start the reference engine on them."""
+@overload
+def build_engine(family: ResolvedFamily, models: tuple[str, ...]) -> ReferenceEngine: ...
+
+
+@overload
+def build_engine(family: ResolvedFamily, models: tuple[str, ...], vllm: VllmNode | None) -> Engine: ...
+
+
+def build_engine(family: ResolvedFamily, models: tuple[str, ...], vllm: VllmNode | None = None) -> Engine:
+    """Load ``models`` and start an engine on them: vLLM with the settings of ``vllm``, or the reference engine."""
+    if vllm is not None:
+        from kvkin.tools.vllm_engine import build_vllm
+
+        return build_vllm(family, models, vllm)
     from transformers.utils.logging import disable_progress_bar
 
     from kvkin.engines.loading import load_model
@@ -107,7 +121,7 @@ def build_engine(family: ResolvedFamily, models: tuple[str, ...]) -> ReferenceEn
 
 
 def build_worker(
-    settings: NodeSettings, engine: ReferenceEngine, transport: Transport | None = None
+    settings: NodeSettings, engine: Engine, transport: Transport | None = None
 ) -> PrefillServer | DecodeServer:
     """The node that ``settings`` describe, on the running event loop."""
     if settings.role == "prefill":
@@ -184,19 +198,24 @@ class Decode(_Role):
 
 def serve_worker(config: ClusterConfig, name: str, ready_file: Path | None) -> int:
     """Load the weights of the worker ``name`` and serve until a signal. Returns the exit code."""
-    import torch
-
     node = config.nodes[name]
     assert isinstance(node, Worker)
+    family = resolve_worker(config, name)
+    vllm = vllm_node(config, family, name)
+    if vllm is not None:
+        from kvkin.tools.vllm_engine import prepare_environment
+
+        prepare_environment(vllm)
+    import torch  # reads the environment
+
     if node.threads:
         torch.set_num_threads(node.threads)
-    family = resolve_worker(config, name)
     settings = worker_settings(config, family, name)
 
     async def serve() -> None:
         stop = asyncio.Event()
         stop_on_signals(stop, name)
-        engine = await asyncio.to_thread(build_engine, family, node.models)
+        engine = await asyncio.to_thread(build_engine, family, node.models, vllm)
         worker = build_worker(settings, engine)
         log.info("serving", node=name, streams=worker.runtime.source_address, backend=settings.backend)
         write_ready_file(ready_file, worker.runtime.source_address)
