@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from importlib import metadata
@@ -63,6 +64,17 @@ def _distribution(folder: Path) -> tuple[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return "vllm", "unknown"
+
+
+def main() -> int:
+    """``python -m kvkin.configs.vllm_install``: which vLLM is here; exit status 1 if it is not one that kvkin supports."""
+    vllm = installed_vllm()
+    if vllm is None or not vllm.supported:
+        have = "no vLLM" if vllm is None else f"vLLM {vllm.version}"
+        print(f"{have} is installed here, and kvkin needs {HOW_TO_INSTALL}", file=sys.stderr)
+        return 1
+    print(f"vLLM {vllm.version} for {'CPUs' if vllm.for_cpu else 'GPUs'}")
+    return 0
 
 
 def check_installed(config: ClusterConfig, names: Collection[str]) -> None:
@@ -121,3 +133,7 @@ def _check_arguments(config: ClusterConfig, name: str, vllm: InstalledVllm, argu
         kind = arguments.type_of(argument)
         if not kind.takes(value):
             raise ConfigError(key, f"cannot be {value!r} (vLLM {vllm.version})", kind.words())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
