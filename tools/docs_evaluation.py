@@ -1,7 +1,8 @@
 """``python -m kvkin.tools.docs_evaluation``: writes the tables of docs/evaluation.md from the results beside it.
 
 ``evaluation/NAME`` is the JSON of ``kvkin evaluate`` in docs/evaluation/NAME.json, ``serving/NAME`` that of ``kvkin bench serving`` there,
-``pipeline/NAME`` that of ``kvkin bench pipeline`` there, ``profile/NAME`` a profile in profiles/NAME.json. The table goes between
+``pipeline/NAME`` that of ``kvkin bench pipeline`` there, ``profile/NAME`` a profile in profiles/NAME.json, ``summary/NAME/NAME/...`` a line
+of each of several evaluations. The table goes between
 ``<!-- KIND/NAME: begin -->`` and ``<!-- KIND/NAME: end -->``, and nothing else is touched: no figure is typed in by hand. A test compares.
 """
 
@@ -42,6 +43,7 @@ def _body(name: str) -> str:
         "profile": _profile,
         "serving": _serving,
         "pipeline": _pipeline,
+        "summary": _summary,
     }
     return shown[kind](stem)
 
@@ -69,6 +71,49 @@ def _profile(stem: str) -> str:
         f"contexts of {data.context_tokens.min} to {data.context_tokens.max} tokens. {verdict(profile)}\n\n"
     )
     return head + _table(HEAD, rows(profile, frontier_only=True))
+
+
+SUMMARY_HEAD = (
+    "receiver on the sender's KV",
+    "cases, context (median)",
+    "full reuse keeps",
+    "largest group within 40 % of the layers",
+    "keeps",
+    "full / group, first token",
+)
+_MOST_LAYERS = 0.4
+
+
+def _summary(stems: str) -> str:
+    """Of each evaluation: what full reuse keeps, and the group with the most layers of those that recompute at most 40 %."""
+    body = []
+    for stem in stems.split("/"):
+        result: dict[str, Any] = json.loads(
+            (DOCUMENT.parent / "evaluation" / f"{stem}.json").read_text(encoding="utf-8")
+        )
+        arms = {
+            arm["name"]: dict(zip(ARM_HEAD, row, strict=True))
+            for arm, row in zip(result["arms"], arm_rows(result), strict=True)
+        }
+        within = [
+            arm
+            for arm in result["arms"]
+            if arm["kind"] == "group" and arm["group"][1] - arm["group"][0] <= _MOST_LAYERS * result["num_layers"]
+        ]
+        largest = max(within, key=lambda arm: arm["group"][1] - arm["group"][0])
+        cells = arms[largest["name"]]
+        start, stop = largest["group"]
+        body.append(
+            [
+                f"`{result['receiver']}` on `{result['sender']}`, {result['metric']['title']}",
+                f"{result['cases']}, {result['context_tokens']['p50']} tokens",
+                arms["reuse"]["kept (95 %)"],
+                f"[{start}, {stop})",
+                cells["kept (95 %)"],
+                cells["full / arm (95 %)"],
+            ]
+        )
+    return _table(SUMMARY_HEAD, body)
 
 
 SERVING_HEAD = (
