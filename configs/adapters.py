@@ -61,6 +61,12 @@ class Adapter(msgspec.Struct, frozen=True):
 
 def read_adapter(folder: Path, base: ModelTensors, key: str) -> Adapter:
     """What an adapter changes; ConfigError under ``key`` if it cannot be used on ``base``."""
+    if base.quantised:
+        # adapters are merged into the weights at load, which these cannot take up
+        problem = f"an adapter on weights that are quantised by {base.quantised.split('@')[0]}"
+        raise ConfigError(
+            key, problem, "an adapter on plain weights, or a checkpoint that was quantised with it merged in"
+        )
     config = read_json(folder / ADAPTER_CONFIG, key)
     _refuse_variants(config, key)
     halves: dict[str, dict[str, TensorRef]] = {}

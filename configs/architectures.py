@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from kvkin.configs.quantised import Quantisation, read_quantisation
 from kvkin.configs.refusals import DYNAMIC_ROPE, SUPPORTED, refuse_unsupported
 from kvkin.kv.errors import ConfigError
 from kvkin.kv.hashing import digest
@@ -81,6 +82,7 @@ class Geometry(msgspec.Struct, frozen=True):
     num_experts: int = 0
     experts_per_token: int = 0
     tied: bool = False
+    quantisation: Quantisation | None = None
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer]
@@ -122,6 +124,7 @@ class Geometry(msgspec.Struct, frozen=True):
 def read_geometry(config: dict[str, Any], key: str) -> Geometry:
     """The geometry that a config.json describes; ConfigError under ``key`` for what is unsupported or contradicts itself."""
     architecture = refuse_unsupported(config, key)
+    quantisation = read_quantisation(config, architecture, key)
     values = {**_COMMON_DEFAULTS, **_DEFAULTS[architecture], **config}
     num_layers = _integer(config, "num_hidden_layers", key)
     hidden_size, num_heads = _integer(config, "hidden_size", key), _integer(config, "num_attention_heads", key)
@@ -133,6 +136,9 @@ def read_geometry(config: dict[str, Any], key: str) -> Geometry:
             key, f"hidden_size {hidden_size} over {num_heads} heads in config.json", "a multiple of the heads"
         )
     moe = architecture == "MixtralForCausalLM"
+    if moe and quantisation is not None:
+        problem = f"{architecture} has quantised weights, which has not been tried with experts"
+        raise ConfigError(key, problem, "experts in float32, bfloat16 or float16")
     return Geometry(
         architecture=architecture,
         num_layers=num_layers,
@@ -150,6 +156,7 @@ def read_geometry(config: dict[str, Any], key: str) -> Geometry:
         num_experts=_integer(values, "num_local_experts", key) if moe else 0,
         experts_per_token=_integer(values, "num_experts_per_tok", key) if moe else 0,
         tied=bool(values["tie_word_embeddings"]),
+        quantisation=quantisation,
     )
 
 

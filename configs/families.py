@@ -22,7 +22,7 @@ from kvkin.configs.pairs import FamilyProfiles, load_profiles
 from kvkin.configs.prompt_files import TokenizerIdentity
 from kvkin.configs.schema import ClusterConfig, FamilyConfig
 from kvkin.configs.vllm_node import check_vllm_family
-from kvkin.configs.vllm_rules import quantization
+from kvkin.configs.vllm_rules import engine_key, quantization, vllm_nodes, worker_node
 from kvkin.kv.errors import ConfigError
 from kvkin.kv.hashing import BlockHash, root_hash
 from kvkin.kv.layout import KVLayout
@@ -128,6 +128,7 @@ def resolve_cluster(config: ClusterConfig, *, progress: Progress | None = None) 
     remote = any(not is_loopback(node.host) for node in config.nodes.values())
     for name, family in families.items():
         check_vllm_family(config, family)
+        _check_quantised(config, family)
         warnings += family.warnings
         if remote and "auto" in (family.config.device, family.config.compute_dtype):
             key = child_key("families", name)
@@ -229,6 +230,17 @@ def _check_layers(key: str, family: FamilyConfig, num_layers: int) -> None:
         if entry.group[1] > num_layers:
             problem = f"{entry.group[1]} is beyond the base's {num_layers} layers"
             raise ConfigError(f"{key}.recompute_groups[{index}].group[1]", problem, f"at most {num_layers}")
+
+
+def _check_quantised(config: ClusterConfig, family: ResolvedFamily) -> None:
+    """vLLM has kernels of its own for such weights, and whether their KV is the reference engine's has not been tried."""
+    for node in vllm_nodes(config, family.name):
+        for model in worker_node(config, node).models:
+            if family.models[model].geometry.quantisation is not None:
+                problem = f"the checkpoint of {model} is quantised, which has not been tried on vLLM"
+                raise ConfigError(
+                    engine_key(config, node), problem, "engine: reference, or weights that are not quantised"
+                )
 
 
 def _max_context(key: str, family: FamilyConfig, base: ModelIdentity) -> int:

@@ -36,6 +36,9 @@ _NOT_KV = (
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _FUSED = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)")
 
+# Modules whose weights a quantised checkpoint stores in other tensors; norms and biases it does not.
+_LINEAR = re.compile(r"((?:self_attn|mlp)\.\w+_proj)\.(?!bias$).+")
+
 _ATTENTION = ("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
@@ -49,6 +52,8 @@ class ModelTensors(msgspec.Struct, frozen=True):
     unknown: dict[str, TensorRef]
     # what makes logits of the last layer's output: the final norm, and the head where it is not the embedding
     after: dict[str, TensorRef]
+    # how the linear modules' weights are quantised, as a numerics class calls it; empty: they are not
+    quantised: str = ""
 
     @property
     def head(self) -> TensorRef:
@@ -57,7 +62,9 @@ class ModelTensors(msgspec.Struct, frozen=True):
 
     @property
     def weight_dtype(self) -> str:
-        """The type that most of the layers' bytes have, as a numerics class calls it."""
+        """The type that most of the layers' bytes have, or how they are quantised, as a numerics class calls it."""
+        if self.quantised:
+            return self.quantised
         num_bytes: dict[str, int] = {}
         for layer in self.layers:
             for tensor in layer.values():
@@ -100,7 +107,8 @@ def sort_tensors(tensors: dict[str, TensorRef], geometry: Geometry, key: str) ->
     for index, layer in enumerate(layers):
         _check_layer(index, layer, geometry, key)
     _check_head(after, geometry, key)
-    return ModelTensors(embedding, tuple(layers), outside, after)
+    quantised = "" if geometry.quantisation is None else geometry.quantisation.weights
+    return ModelTensors(embedding, tuple(layers), outside, after, quantised)
 
 
 def _split(name: str, tensor: TensorRef, geometry: Geometry, key: str) -> Iterable[TensorRef]:
@@ -138,6 +146,9 @@ def _check_head(after: dict[str, TensorRef], geometry: Geometry, key: str) -> No
         if name in after:
             _check_dtype(after[name], name, key)
             _check_shape(after[name], shape, key)
+    packed = next((name for name in after if name.startswith("lm_head.") and name not in (HEAD, "lm_head.bias")), None)
+    if packed is not None:
+        raise ConfigError(key, f"{packed}: the head is quantised", "a head and embeddings in plain numbers")
 
 
 def _check_layer(index: int, layer: dict[str, TensorRef], geometry: Geometry, key: str) -> None:
@@ -155,23 +166,29 @@ def _check_layer(index: int, layer: dict[str, TensorRef], geometry: Geometry, ke
         required += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
     if geometry.architecture == "Qwen2ForCausalLM":
         required += [f"self_attn.{part}_proj.bias" for part in "qkv"]
+    packed = {match[1] for name in layer if (match := _LINEAR.fullmatch(name))}
     for name in required:
-        if name not in layer:
+        # a quantised weight is several tensors, whose names its format decides
+        stored = geometry.quantisation is not None and name.removesuffix(".weight") in packed
+        if name not in layer and not stored:
             raise ConfigError(key, f"the checkpoint lacks model.layers.{index}.{name}", "the weights of a whole model")
     for name, tensor in layer.items():
-        _check_dtype(tensor, f"model.layers.{index}.{name}", key)
+        if geometry.quantisation is None or not _LINEAR.match(name):
+            _check_dtype(tensor, f"model.layers.{index}.{name}", key)
     hidden, heads, kv_heads, width = geometry.hidden_size, geometry.num_heads, geometry.kv_heads, geometry.head_dim
     for name, shape in (
         ("q_proj", (heads * width, hidden)),
         ("k_proj", (kv_heads * width, hidden)),
         ("v_proj", (kv_heads * width, hidden)),
     ):
-        _check_shape(layer[f"self_attn.{name}.weight"], shape, key, f"model.layers.{index}.")
+        weight = layer.get(f"self_attn.{name}.weight")
+        if weight is not None and weight.dtype in WEIGHT_DTYPES:  # else it is packed as its format does
+            _check_shape(weight, shape, key, f"model.layers.{index}.")
 
 
 def _check_dtype(tensor: TensorRef, name: str, key: str) -> None:
     if tensor.dtype not in WEIGHT_DTYPES:
-        problem = f"{name} is {tensor.dtype}: quantised weights are not supported yet"
+        problem = f"{name} is {tensor.dtype}: quantised, and config.json does not say that it is"
         raise ConfigError(key, problem, ", ".join(WEIGHT_DTYPES))
 
 

@@ -1,7 +1,7 @@
 """Numerics classes: when do equal weights give equal KV?
 
 A class is "<weights>/<compute>/<KV>", e.g. "bfloat16/float32/float32"; weights that the engine quantises as it loads them are
-"<weights>+<method>". It is part of every lineage. Neither engine nor device are in it: the same weights in the same types give the
+"<weights>+<method>", and a checkpoint's that are quantised "<method>@<digest of its settings>". It is part of every lineage. Neither engine nor device are in it: the same weights in the same types give the
 same KV up to rounding on all of them (float32: well below 1e-4 of the scale), as they do in other batches of one engine. So nodes of
 both engines exchange KV. Called by ``configs.checkpoints`` and ``configs.families``.
 """
@@ -26,9 +26,10 @@ COMPATIBLE = {
 
 def numerics_class(weights: str, compute: str, kv: str, quantization: str | None = None) -> str:
     """The class of a model whose weights, activations and KV have these types; ``quantization`` is the method that is applied to
-    the weights when they are loaded."""
-    for dtype in (weights, compute, kv):
+    the weights when they are loaded. Weights that are stored quantised have a type of their own (``Quantisation.weights``)."""
+    for dtype in (compute, kv):
         assert dtype in DTYPE_BYTES, dtype
+    assert weights in DTYPE_BYTES or "@" in weights, weights
     return f"{weights}{f'+{quantization}' if quantization else ''}/{compute}/{kv}"
 
 

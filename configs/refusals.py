@@ -64,8 +64,7 @@ def _other_layer_types(config: dict[str, Any]) -> bool:
 # (key shown in the error, whether the config has the feature, the feature). Seen before the architecture's name, so
 # that a new architecture with one of these is refused for the right reason.
 _FEATURES: tuple[tuple[str, Callable[[dict[str, Any]], object], str], ...] = (
-    ("quantization_config", lambda c: c.get("quantization_config"), "quantised weights (not supported yet)"),
-    ("compression_config", lambda c: c.get("compression_config"), "quantised weights (not supported yet)"),
+    ("compression_config", lambda c: c.get("compression_config"), "quantised weights in an old spelling"),
     ("kv_lora_rank", lambda c: c.get("kv_lora_rank"), _MLA),
     ("layer_types", _other_layer_types, _HYBRID),
     ("attn_layer_period", lambda c: c.get("attn_layer_period"), _HYBRID),

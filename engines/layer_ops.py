@@ -92,7 +92,8 @@ class ReferenceOps:
         self._grouped = kv_heads != self._heads
         self._windows: list[int | None] = [_window_of(layer.self_attn, config) for layer in self._layers]
         self._row_cache: dict[int, _Rows] = {}
-        weight = attention.k_proj.weight
+        # a linear module's weight may be quantised, or stored in other tensors; a norm's is what it is
+        weight = self._layers[0].input_layernorm.weight
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = weight.dtype
 

@@ -6,10 +6,13 @@ The weights are merged once at load: a LoRA member costs a full copy in memory b
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvkin.configs.quantised import Quantisation, check_package, read_quantisation
+from kvkin.configs.safetensors_files import read_json
 from kvkin.engines.layer_ops import ReferenceOps
 from kvkin.engines.reference import LoadedModel
 from kvkin.engines.text import load_tokenizer
@@ -44,11 +47,18 @@ def load_model(
 ) -> LoadedModel:
     """Load ``checkpoint`` (safetensors folder), merge ``adapter`` into it, return it ready to run.
 
-    Raises ConfigError for an architecture that the recompute executor does not know.
+    Raises ConfigError for an architecture that the recompute executor does not know, and for quantised weights that are not run,
+    or not without a package that is not installed, or not with an adapter.
     """
     place = pick_device(device)
+    quantised = _quantisation(checkpoint, adapter)
     model = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=pick_dtype(compute_dtype, place), attn_implementation="sdpa", local_files_only=True
+        checkpoint,
+        dtype=pick_dtype(compute_dtype, place),
+        attn_implementation="sdpa",
+        local_files_only=True,
+        # packed weights are put where they stay: some cannot be moved, and where there is a GPU bitsandbytes takes it unasked
+        device_map={"": place} if quantised else None,
     )
     if type(model).__name__ not in SUPPORTED:
         raise ConfigError("checkpoint", f"architecture {type(model).__name__} is not supported", ", ".join(SUPPORTED))
@@ -56,6 +66,24 @@ def load_model(
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
-    model = model.to(place).eval().requires_grad_(False)
+    model = (model if quantised else model.to(place)).eval().requires_grad_(False)
+    if quantised:
+        _wake(model)
     has_tokenizer = (checkpoint / "tokenizer.json").exists()
     return LoadedModel(ReferenceOps(model), load_tokenizer(checkpoint) if has_tokenizer else None, eos)
+
+
+def _quantisation(checkpoint: Path, adapter: Path | None) -> Quantisation | None:
+    config = read_json(checkpoint / "config.json", "checkpoint")
+    quantisation = read_quantisation(config, str((config.get("architectures") or ["it"])[0]), "checkpoint")
+    check_package(quantisation, "checkpoint")
+    if quantisation is not None and adapter is not None:
+        raise ConfigError("adapter", f"given for weights quantised by {quantisation.method}", "plain weights")
+    return quantisation
+
+
+def _wake(model: Any) -> None:
+    """Run one token through the whole model: compressed-tensors unpacks weights in a hook of its first forward pass, which single
+    layers and modules do not make."""
+    with torch.no_grad():  # in inference mode what is unpacked could never be moved or copied
+        model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)

@@ -18,9 +18,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from kvkin.configs.convert import child_key
 from kvkin.configs.families import ResolvedCluster, ResolvedFamily, resolve_cluster
 from kvkin.configs.loader import load_cluster, show_cluster
 from kvkin.configs.pairs import PairReuse, pair_reuse
+from kvkin.configs.quantised import check_package
 from kvkin.configs.schema import ClusterConfig
 from kvkin.configs.vllm_install import check_installed, missing_warnings
 from kvkin.configs.vllm_node import vllm_node
@@ -49,6 +51,7 @@ class ConfigCheck:
             here = _vllm_nodes_here(config)
             check_installed(config, here)
             cluster = resolve_cluster(config, progress=_Progress())
+            _check_packages(cluster)
             for name in here:
                 vllm_node(config, cluster.families[family_name(config, name)], name)
         except ConfigError as error:
@@ -131,6 +134,14 @@ def _points_text(pair: PairReuse) -> str:
     return f"{groups_text(_groups(pair)) or 'exact reuse only'}{f' ({pair.why})' if pair.why else ''}"
 
 
+def _check_packages(cluster: ResolvedCluster) -> None:
+    """What loads quantised checkpoints is asked for here: this host is taken for one of the nodes'."""
+    for family in cluster.families.values():
+        for name, model in family.models.items():
+            key = child_key(f"{child_key('families', family.name)}.models", name)
+            check_package(model.geometry.quantisation, f"{key}.checkpoint")
+
+
 def _refuse(file: Path, error: ConfigError) -> int:
     where = "" if error.key == str(file) else f"{file}: "
     print(f"kvkin: {where}{error}", file=sys.stderr)
@@ -159,7 +170,7 @@ def _family_table(cluster: ResolvedCluster, family: ResolvedFamily) -> Table:
         own_template = model.chat_template is not None and model.chat_template_digest != base.chat_template_digest
         table.add_row(
             f"{name} (base)" if name == family.config.base else name,
-            model.numerics.split("/")[0] + (" + LoRA" if model.adapter_path else ""),
+            model.numerics.split("/")[0].split("@")[0] + (" + LoRA" if model.adapter_path else ""),
             layers,
             f"layer {shared_transition(model.lineage, base.lineage)}",
             ("own" if own_template else "family") + (", own tokens" if name in family.own_root else ""),

@@ -54,6 +54,9 @@ def base_folder(job: Finetune) -> Path:
 def check_base(job: Finetune, base: Path) -> Geometry:
     """What the base's config.json and the headers of its weights tell. Raises ConfigError."""
     geometry = read_geometry(read_json(base / "config.json", "base"), "base")
+    if geometry.quantisation is not None:
+        problem = f"its weights are quantised by {geometry.quantisation.method}"
+        raise ConfigError("base", problem, "the plain weights that they were made of")
     sort_tensors(read_tensors(base, "model", "base"), geometry, "base")
     parse_layers(job.layers, geometry.num_layers)
     if job.seq_len > geometry.max_position:

@@ -29,7 +29,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0}, "softcap"),
     ({"architectures": ["Gemma2ForCausalLM"]}, "softcap"),
     ({"architectures": ["Gemma3nForCausalLM"], "num_kv_shared_layers": 15}, "cross-layer KV sharing"),
-    ({"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "awq"}}, "quantised"),
+    ({"architectures": ["LlamaForCausalLM"], "compression_config": {"format": "x"}}, "quantised"),
     ({"architectures": ["LlamaForCausalLM"], "auto_map": {"AutoModelForCausalLM": "x.Y"}}, "code of its own"),
     ({"architectures": ["OlmoForCausalLM"]}, "OlmoForCausalLM is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
