@@ -75,7 +75,11 @@ def _weights(
     """(checkpoint, adapter) that vLLM loads for a model: on a CPU the adapter of a node's only model is merged beforehand."""
     if identity.adapter_path is None or node.device != "cpu" or len(models) > 1:
         return identity.path, identity.adapter_path
+    from transformers.utils.logging import disable_progress_bar
+
     from kvkin.engines.merging import merged_checkpoint
+
+    disable_progress_bar()  # a bar is noise in a log file
 
     # the digest covers everything that the model computes, so the folder of other weights has another name
     name = f"{identity.name.replace('/', '_')}-{identity.logits_digest.hex()[:16]}-{family.compute_dtype}"
