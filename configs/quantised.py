@@ -27,17 +27,17 @@ _NOT_TRIED = "which has not been tried with kvkin"
 _PACKED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _TORCHAO_TYPES = ("Int8WeightOnlyConfig",)
 _ALLOWED = (
-    "weights in float32, bfloat16 or float16, or quantised alone: compressed-tensors (int4, int8, float8; AWQ and GPTQ results of "
-    f"llm-compressor too), bitsandbytes 4-bit, torchao {', '.join(_TORCHAO_TYPES)}"
+    "weights in float32, bfloat16 or float16, or quantised alone: awq and gptq (4 bits), compressed-tensors (int4, int8, float8), "
+    f"bitsandbytes 4-bit, torchao {', '.join(_TORCHAO_TYPES)}"
 )
 
 
 class Quantisation(msgspec.Struct, frozen=True):
-    """How a checkpoint's weights are stored. ``config_digest`` covers all of its quantization_config."""
+    """How a checkpoint's weights are stored. ``config_digest`` covers all of its quantization_config; ``packages`` are those that
+    transformers needs to load it, with the least versions that it takes."""
 
     method: str
-    package: str
-    least_version: str
+    packages: tuple[tuple[str, str], ...]
     config_digest: bytes
 
     @property
@@ -58,28 +58,31 @@ def read_quantisation(config: dict[str, Any], shown: str, key: str) -> Quantisat
         raise ConfigError(key, f"quantization_config is {settings!r} in config.json", "a JSON object")
     method = str(settings.get("quant_method", "an unnamed method"))
     known = _METHODS.get(method)
-    why = _REFUSED.get(method, _NOT_TRIED) if known is None else known[2](settings)
+    why = _REFUSED.get(method, _NOT_TRIED) if known is None else known[1](settings)
     if known is None or why:
         problem = f"{shown} has weights quantised by {method}, {why} (quantization_config in config.json)"
         raise ConfigError(key, problem, _ALLOWED)
     text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
-    return Quantisation(method, known[0], known[1], digest(b"quantization_config", text.encode()))
+    return Quantisation(method, known[0], digest(b"quantization_config", text.encode()))
 
 
-def check_package(quantisation: Quantisation | None, key: str) -> None:
-    """ConfigError under ``key`` unless the package that loads such weights is installed here."""
-    if quantisation is None:
-        return
-    package, least = quantisation.package, quantisation.least_version
-    how = f"pip install '{package}>={least}'"
-    try:
-        version = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        problem = f"weights quantised by {quantisation.method} need the package {package}, which is not installed here"
-        raise ConfigError(key, problem, how) from None
-    if _numbers(version) < _numbers(least):
-        problem = f"weights quantised by {quantisation.method} need {package} {least}, and {version} is installed here"
-        raise ConfigError(key, problem, how)
+def check_packages(quantisation: Quantisation | None, key: str) -> None:
+    """ConfigError under ``key`` unless the packages that load such weights are installed here."""
+    for package, least in () if quantisation is None else quantisation.packages:
+        assert quantisation is not None
+        how = f"pip install '{package}>={least}'"
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            problem = (
+                f"weights quantised by {quantisation.method} need the package {package}, which is not installed here"
+            )
+            raise ConfigError(key, problem, how) from None
+        if _numbers(version) < _numbers(least):
+            problem = (
+                f"weights quantised by {quantisation.method} need {package} {least}, and {version} is installed here"
+            )
+            raise ConfigError(key, problem, how)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -133,14 +136,31 @@ def _torchao(settings: dict[str, Any]) -> str:
     return "" if name in _TORCHAO_TYPES else f"as {name}, {_NOT_TRIED}"
 
 
-# quant_method -> package, the least version that transformers takes, and why a checkpoint with these settings is not run
-_METHODS: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {
-    "compressed-tensors": ("compressed-tensors", "0.15.0", _compressed_tensors),
-    "bitsandbytes": ("bitsandbytes", "0.46.1", _bitsandbytes),
-    "torchao": ("torchao", "0.15.0", _torchao),
+def _awq(settings: dict[str, Any]) -> str:
+    if settings.get("bits", settings.get("w_bit")) != 4:
+        return f"in {settings.get('bits')} bits, {_NOT_TRIED}"
+    layout = str(settings.get("format", settings.get("version", "gemm"))).lower()
+    return "" if layout == "gemm" else f"in the layout {layout}, {_NOT_TRIED}"
+
+
+def _gptq(settings: dict[str, Any]) -> str:
+    if settings.get("bits") != 4:
+        return f"in {settings.get('bits')} bits, {_NOT_TRIED}"
+    if settings.get("desc_act"):
+        return f"with columns in the order of their activations (desc_act), {_NOT_TRIED}"
+    if settings.get("dynamic"):
+        return f"differently by module (dynamic), {_NOT_TRIED}"
+    layout = str(settings.get("checkpoint_format", "gptq")).lower()
+    return "" if layout == "gptq" and not settings.get("is_marlin_format") else f"in the layout {layout}, {_NOT_TRIED}"
+
+
+# quant_method -> packages with the least versions that transformers takes (gptqmodel: that was tried), and why a checkpoint with
+# these settings is not run
+_METHODS: dict[str, tuple[tuple[tuple[str, str], ...], Callable[[dict[str, Any]], str]]] = {
+    "awq": ((("gptqmodel", "7.7.0"),), _awq),
+    "bitsandbytes": ((("bitsandbytes", "0.46.1"),), _bitsandbytes),
+    "compressed-tensors": ((("compressed-tensors", "0.15.0"),), _compressed_tensors),
+    "gptq": ((("gptqmodel", "7.7.0"), ("optimum", "1.24.0")), _gptq),
+    "torchao": ((("torchao", "0.15.0"),), _torchao),
 }
-_GPTQMODEL = (
-    "whose kernels (the package gptqmodel) could not be tried with the transformers versions that kvkin takes; "
-    "llm-compressor writes the same weights as compressed-tensors"
-)
-_REFUSED = {"awq": _GPTQMODEL, "gptq": _GPTQMODEL, "fp8": f"and {_ROUNDS_ACTIVATIONS}"}
+_REFUSED = {"fp8": f"and {_ROUNDS_ACTIVATIONS}"}

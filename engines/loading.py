@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvkin.configs.quantised import Quantisation, check_package, read_quantisation
+from kvkin.configs.quantised import Quantisation, check_packages, read_quantisation
 from kvkin.configs.safetensors_files import read_json
 from kvkin.engines.layer_ops import ReferenceOps
 from kvkin.engines.reference import LoadedModel
@@ -76,7 +76,7 @@ def load_model(
 def _quantisation(checkpoint: Path, adapter: Path | None) -> Quantisation | None:
     config = read_json(checkpoint / "config.json", "checkpoint")
     quantisation = read_quantisation(config, str((config.get("architectures") or ["it"])[0]), "checkpoint")
-    check_package(quantisation, "checkpoint")
+    check_packages(quantisation, "checkpoint")
     if quantisation is not None and adapter is not None:
         raise ConfigError("adapter", f"given for weights quantised by {quantisation.method}", "plain weights")
     return quantisation

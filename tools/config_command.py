@@ -22,7 +22,7 @@ from kvkin.configs.convert import child_key
 from kvkin.configs.families import ResolvedCluster, ResolvedFamily, resolve_cluster
 from kvkin.configs.loader import load_cluster, show_cluster
 from kvkin.configs.pairs import PairReuse, pair_reuse
-from kvkin.configs.quantised import check_package
+from kvkin.configs.quantised import check_packages
 from kvkin.configs.schema import ClusterConfig
 from kvkin.configs.vllm_install import check_installed, missing_warnings
 from kvkin.configs.vllm_node import vllm_node
@@ -139,7 +139,7 @@ def _check_packages(cluster: ResolvedCluster) -> None:
     for family in cluster.families.values():
         for name, model in family.models.items():
             key = child_key(f"{child_key('families', family.name)}.models", name)
-            check_package(model.geometry.quantisation, f"{key}.checkpoint")
+            check_packages(model.geometry.quantisation, f"{key}.checkpoint")
 
 
 def _refuse(file: Path, error: ConfigError) -> int:

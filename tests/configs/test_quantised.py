@@ -22,7 +22,7 @@ from tiny_models import make_tiny, make_tiny_lora
 from kvkin.configs import families, quantised
 from kvkin.configs.families import resolve_cluster
 from kvkin.configs.loader import parse_cluster
-from kvkin.configs.quantised import Quantisation, check_package, read_quantisation
+from kvkin.configs.quantised import Quantisation, check_packages, read_quantisation
 from kvkin.kv.errors import ConfigError
 from kvkin.kv.lineage import shared_depth
 from kvkin.tools.cli import main
@@ -41,6 +41,8 @@ COMPRESSED = {
     "transform_config": {},
 }
 FOUR_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "checkpoint_format": "gptq"}
 INT8 = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2}}}
 NUM_LAYERS = 3
 
@@ -54,19 +56,21 @@ def read(settings: Any) -> Quantisation | None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "method", "package"),
+    ("settings", "method", "packages"),
     [
-        (COMPRESSED, "compressed-tensors", "compressed-tensors"),
-        (group(format="float-quantized"), "compressed-tensors", "compressed-tensors"),
-        (group(weights=WEIGHTS | {"actorder": "weight"}), "compressed-tensors", "compressed-tensors"),
-        (FOUR_BITS, "bitsandbytes", "bitsandbytes"),
-        (INT8, "torchao", "torchao"),
+        (AWQ, "awq", ["gptqmodel"]),
+        (GPTQ, "gptq", ["gptqmodel", "optimum"]),
+        (COMPRESSED, "compressed-tensors", ["compressed-tensors"]),
+        (group(format="float-quantized"), "compressed-tensors", ["compressed-tensors"]),
+        (group(weights=WEIGHTS | {"actorder": "weight"}), "compressed-tensors", ["compressed-tensors"]),
+        (FOUR_BITS, "bitsandbytes", ["bitsandbytes"]),
+        (INT8, "torchao", ["torchao"]),
     ],
 )
-def test_what_is_run(settings: dict[str, Any], method: str, package: str) -> None:
+def test_what_is_run(settings: dict[str, Any], method: str, packages: list[str]) -> None:
     found = read(settings)
     assert found is not None
-    assert (found.method, found.package) == (method, package)
+    assert (found.method, [name for name, _ in found.packages]) == (method, packages)
     # the settings count, their order in the file does not
     again = read(dict(reversed(settings.items())))
     assert again == found
@@ -80,8 +84,12 @@ def test_what_is_run(settings: dict[str, Any], method: str, package: str) -> Non
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"quant_method": "awq", "bits": 4}, r"by awq, whose kernels \(the package gptqmodel\) could not be tried"),
-        ({"quant_method": "gptq", "bits": 4}, r"by gptq, whose kernels .*llm-compressor writes the same weights"),
+        (AWQ | {"bits": 8}, "by awq, in 8 bits, which has not been tried"),
+        (AWQ | {"version": "gemv"}, "in the layout gemv, which has not been tried"),
+        (GPTQ | {"bits": 3}, "by gptq, in 3 bits"),
+        (GPTQ | {"desc_act": True}, r"in the order of their activations \(desc_act\)"),
+        (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, r"differently by module \(dynamic\)"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "in the layout marlin"),
         (
             {"quant_method": "fp8"},
             r"by fp8, and it rounds activations too, so a token's KV depends on how the prompt is cut",
@@ -137,17 +145,17 @@ def test_what_is_not_run_is_refused_in_a_word(settings: Any, why: str) -> None:
 def test_the_package_is_asked_for(version: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised.importlib.metadata, "version", lambda name: version)
     if fits:
-        check_package(read(COMPRESSED), "key")
+        check_packages(read(COMPRESSED), "key")
         return
     with pytest.raises(ConfigError, match=rf"need compressed-tensors 0\.15\.0, and {version} is installed here"):
-        check_package(read(COMPRESSED), "key")
+        check_packages(read(COMPRESSED), "key")
 
 
 def test_the_extra_names_the_packages_that_are_asked_for() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     wanted = [read(settings) for settings in (FOUR_BITS, COMPRESSED, INT8)]
     assert project["optional-dependencies"]["quantised"] == [
-        f"{one.package}>={one.least_version}" for one in wanted if one is not None
+        f"{package}>={least}" for one in wanted if one is not None for package, least in one.packages
     ]
 
 
