@@ -208,12 +208,12 @@ def _check_arguments(key: str, arguments: Mapping[str, Any]) -> None:
         value = _bytes(argument, value)
         if value is None:
             continue
-        if argument in LIMITED and value not in LIMITED[argument][0]:
-            values, why = LIMITED[argument]
-            raise ConfigError(where, f"cannot be {value!r}: {why}", " or ".join(map(str, values)))
         if argument in _COUNTS and (type(value) is not int or value < _COUNTS[argument]):
             size = ', or a size such as "512MiB"' if argument.endswith("_bytes") else ""
             raise ConfigError(where, f"cannot be {value!r}", f"a whole number from {_COUNTS[argument]} on{size}")
+        if argument in LIMITED and value not in LIMITED[argument][0]:
+            values, why = LIMITED[argument]
+            raise ConfigError(where, f"cannot be {value!r}: {why}", " or ".join(map(str, values)))
         if argument == "load_format" and value == "dummy":
             raise ConfigError(
                 where, "dummy weights are no weights of the model that their KV would pass for", "any other"
