@@ -29,7 +29,7 @@ from kvkin.decode_nodes.drift import (
 )
 from kvkin.decode_nodes.drift_records import Record, Records
 from kvkin.engines.api import Counters, Engine, EngineRequest, Result
-from kvkin.engines.workspace import Workspace
+from kvkin.engines.spaces import Space
 from kvkin.kv.errors import KvkinError
 from kvkin.kv.execution import Unit
 from kvkin.kv.generation import Sampling, TokenLogprob
@@ -158,7 +158,7 @@ class _RunSink:
     def __init__(self, checks: DriftChecks, run_id: str) -> None:
         self._checks, self._run_id, self._loop = checks, run_id, asyncio.get_running_loop()
 
-    def unit_done(self, request_id: str, unit: Unit, space: Workspace) -> None:
+    def unit_done(self, request_id: str, unit: Unit, space: Space) -> None:
         pass
 
     def prefilled(self, request_id: str) -> None:
@@ -167,7 +167,8 @@ class _RunSink:
     def tokens(self, request_id: str, index: int, token_id: int, text: str, logprob: TokenLogprob | None) -> None:
         pass
 
-    def finished(self, result: Result, space: Workspace, counters: Counters) -> None:
+    def finished(self, result: Result, space: Space, counters: Counters) -> None:
+        space.release()
         self._loop.call_soon_threadsafe(self._checks.ended, self._run_id, result)
 
     def failed(self, request_id: str, error: Exception) -> None:

@@ -36,7 +36,7 @@ from kvkin.decode_nodes.publication import Publisher
 from kvkin.decode_nodes.report import fallback_plan, reuse_report, timings
 from kvkin.decode_nodes.sources import PlanSources
 from kvkin.engines.api import Counters, Engine, EngineRequest, Result
-from kvkin.engines.workspace import Workspace
+from kvkin.engines.spaces import Space
 from kvkin.kv.cost import measured_work
 from kvkin.kv.errors import KvkinError
 from kvkin.kv.execution import Unit
@@ -68,8 +68,8 @@ class Running:
     publisher: Publisher | None = None
     publishing: asyncio.Future[None] | None = None
     fallback: str = ""
-    result: tuple[Result, Workspace, Counters] | None = None
-    space: Workspace | None = None
+    result: tuple[Result, Space, Counters] | None = None
+    space: Space | None = None
 
 
 class DecodeNode:
@@ -236,7 +236,7 @@ class DecodeNode:
         else:
             self._stop_sources(running)
 
-    async def _publish(self, running: Running, tokens: tuple[int, ...], space: Workspace) -> None:
+    async def _publish(self, running: Running, tokens: tuple[int, ...], space: Space) -> None:
         assert running.publisher is not None
         await running.publisher.publish(tokens, running.plan, running.sources[-1].scratch, space)
         self._stop_sources(running)
@@ -246,10 +246,13 @@ class DecodeNode:
         assert running.result is not None
         result, space, counters = running.result
         execute = running.execute
-        if running.publishing is not None:
-            await running.publishing
-        if execute.publish:
-            await self._publish(running, (*execute.token_ids, *result.token_ids[:-1]), space)
+        try:
+            if running.publishing is not None:
+                await running.publishing
+            if execute.publish:
+                await self._publish(running, (*execute.token_ids, *result.token_ids[:-1]), space)
+        finally:
+            space.release()
         self._measure(running, counters)
         report = reuse_report(
             running.plan, execute, running.sources, counters, self._lineage_id(execute), running.fallback
@@ -278,6 +281,8 @@ class DecodeNode:
     async def _release(self, running: Running) -> None:
         if running.publishing is not None:
             await asyncio.gather(running.publishing, return_exceptions=True)
+        if running.space is not None:
+            running.space.release()
         self._stop_sources(running)
 
     def _measure(self, running: Running, counters: Counters) -> None:
@@ -299,7 +304,7 @@ class DecodeNode:
     def prefilled(self, request_id: str) -> None:
         self._do(PromptReady(request_id))
 
-    def first_space(self, request_id: str, space: Workspace) -> None:
+    def first_space(self, request_id: str, space: Space) -> None:
         running = self._requests.get(request_id)
         if running is not None:
             running.space = space
@@ -309,11 +314,13 @@ class DecodeNode:
         if running is not None:
             running.link.send(message)
 
-    def ended(self, result: Result, space: Workspace, counters: Counters) -> None:
+    def ended(self, result: Result, space: Space, counters: Counters) -> None:
         running = self._requests.get(result.request_id)
         if running is not None:
             running.result = (result, space, counters)
             self._do(EngineFinished(result.request_id))
+        else:
+            space.release()
 
     def broke(self, request_id: str, error: Exception) -> None:
         code = error.code if isinstance(error, KvkinError) else "internal"
@@ -333,7 +340,7 @@ class _Sink:
         self._node, self._request_id, self._loop = node, request_id, asyncio.get_running_loop()
         self._seen = False
 
-    def unit_done(self, request_id: str, unit: Unit, space: Workspace) -> None:
+    def unit_done(self, request_id: str, unit: Unit, space: Space) -> None:
         if not self._seen:
             self._seen = True
             self._loop.call_soon_threadsafe(self._node.first_space, request_id, space)
@@ -345,7 +352,7 @@ class _Sink:
         logprobs = () if logprob is None else (logprob,)
         self._loop.call_soon_threadsafe(self._node.generated, Generated(request_id, index, (token_id,), text, logprobs))
 
-    def finished(self, result: Result, space: Workspace, counters: Counters) -> None:
+    def finished(self, result: Result, space: Space, counters: Counters) -> None:
         self._loop.call_soon_threadsafe(self._node.ended, result, space, counters)
 
     def failed(self, request_id: str, error: Exception) -> None:

@@ -16,7 +16,7 @@ import structlog
 from kvkin.decode_nodes.sources import Scratch
 from kvkin.engines.api import Engine
 from kvkin.engines.arena_copies import store_layer, store_states
-from kvkin.engines.workspace import Workspace
+from kvkin.engines.spaces import Space
 from kvkin.kv.errors import CapacityError
 from kvkin.kv.hashing import extend_hashes
 from kvkin.kv.plan import ReusePlan, provenances
@@ -28,13 +28,17 @@ log = structlog.get_logger()
 
 @dataclass
 class _Item:
-    """One block to publish: its slot, which layers and which E must still be copied out of the workspace."""
+    """One block to publish: its slot, which layers and which E must still be copied out of the request's space.
+
+    ``whole`` once that was done; it cannot be where the engine has taken its memory back.
+    """
 
     entry: tuple[bytes, bytes, Provenance, int]
     slot: int
     copy_layers: Sequence[int]
     e_slots: dict[int, int] = field(default_factory=dict)
     copy_e: dict[int, int] = field(default_factory=dict)
+    whole: bool = False
 
 
 def block_chain(
@@ -60,9 +64,7 @@ class Publisher:
         self._lineage_id = runtime.settings.lineage(model).id
         self._published = 0
 
-    async def publish(
-        self, tokens: Sequence[int], plan: ReusePlan, scratch: dict[int, Scratch], space: Workspace
-    ) -> int:
+    async def publish(self, tokens: Sequence[int], plan: ReusePlan, scratch: dict[int, Scratch], space: Space) -> int:
         """Publish the full blocks of ``tokens`` that are not yet published; returns how many blocks are new here.
 
         Takes the slots that it adopts out of ``scratch``. Without room for copies it publishes what fits: the blocks' worth
@@ -83,7 +85,7 @@ class Publisher:
         chain: list[tuple[bytes, bytes, Provenance, int]],
         plan: ReusePlan,
         scratch: dict[int, Scratch],
-        space: Workspace,
+        space: Space,
     ) -> tuple[list[_Item], int]:
         size, store = self._runtime.settings.layout.block_size, self._runtime.store
         num_layers = self._runtime.settings.layout.num_layers
@@ -113,7 +115,7 @@ class Publisher:
                 return items, index
         return items, len(chain)
 
-    def _collect_e(self, item: _Item, position: int, space: Workspace) -> None:
+    def _collect_e(self, item: _Item, position: int, space: Space) -> None:
         size, store = self._runtime.settings.layout.block_size, self._runtime.store
         for layer in self._runtime.settings.transition_layers:
             if layer not in item.e_slots and space.has_e(layer, position, position + size):
@@ -122,10 +124,14 @@ class Publisher:
                 except CapacityError:
                     return
 
-    def _copy(self, items: list[_Item], space: Workspace) -> None:
+    def _copy(self, items: list[_Item], space: Space) -> None:
         """On the engine thread: rows into slots that nobody else can see yet; neighbours in one go."""
         arena = self._runtime.memory.arena
-        for run in _neighbours(items, arena.layout.block_size):
+        size = arena.layout.block_size
+        for item in items:
+            item.whole = not len(item.copy_layers) or space.has_kv(item.entry[3], item.entry[3] + size)
+        items = [item for item in items if item.whole]
+        for run in _neighbours(items, size):
             first = run[0]
             for layer in first.copy_layers:
                 store_layer(arena, space, layer, first.entry[3], [item.slot for item in run])
@@ -137,7 +143,7 @@ class Publisher:
         store, now, new = self._runtime.store, time.monotonic(), 0
         for item in items:
             e_slots = item.e_slots | item.copy_e
-            if store.adopt(item.entry, item.slot, e_slots, now):
+            if item.whole and store.adopt(item.entry, item.slot, e_slots, now):
                 new += 1
             else:
                 store.give_scratch([item.slot], list(e_slots.values()))

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkin.engines.workspace import Workspace
+from kvkin.engines.spaces import Space
 from kvkin.kv.execution import PlanExecution, Unit
 from kvkin.kv.generation import Sampling, TokenLogprob
 from kvkin.kv.layout import KVLayout
@@ -59,6 +59,8 @@ class Counters:
     computed_layer_tokens: int = 0
     computed_positions: int = 0
     """Sum of the positions of what ``computed_layer_tokens`` counts: how far those tokens had to attend."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV the engine's own prefix cache had: neither pulled nor computed for this request."""
     recomputed_layers: dict[int, set[int]] = field(default_factory=dict)
     """Segment -> layers that were computed for it although its KV is reused."""
     first_token_at: float = 0.0
@@ -84,16 +86,16 @@ class Result:
 class EngineSink(Protocol):
     """Called from the engine's thread between steps; must return quickly."""
 
-    def unit_done(self, request_id: str, unit: Unit, space: Workspace) -> None:
-        """A unit's KV is in the workspace (prefill nodes copy it to the arena and announce the layer)."""
+    def unit_done(self, request_id: str, unit: Unit, space: Space) -> None:
+        """A unit's KV is in the space (prefill nodes copy it to the arena and announce the layer)."""
 
     def prefilled(self, request_id: str) -> None:
         """The whole prompt has its KV."""
 
     def tokens(self, request_id: str, index: int, token_id: int, text: str, logprob: TokenLogprob | None) -> None: ...
 
-    def finished(self, result: Result, space: Workspace, counters: Counters) -> None:
-        """The end. ``space`` holds the KV of prompt + generated - 1 tokens and may be kept for publication."""
+    def finished(self, result: Result, space: Space, counters: Counters) -> None:
+        """The end. ``space`` holds the KV of prompt + generated - 1 tokens; it may be kept for publication, until ``release``."""
 
     def failed(self, request_id: str, error: Exception) -> None:
         """The end, badly: cancelled, or an error in the engine."""

@@ -1,4 +1,4 @@
-"""Between a workspace and a node's arena: arrivals out of stored blocks, stored blocks out of computed rows.
+"""Between a request's space and a node's arena: arrivals out of stored blocks, stored blocks out of computed rows.
 
 Both kinds of node use it; ``ArenaView`` is the little that is needed of ``transport.arena.Arena``.
 """
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkin.engines.api import Arrival
-from kvkin.engines.workspace import Workspace
+from kvkin.engines.spaces import Space
 from kvkin.kv.layout import KVLayout, slot_runs
 from kvkin.kv.pulls import E_LAYER
 
@@ -35,14 +35,14 @@ def arrival_from(arena: ArenaView, chunk: int, layer: int, first_token: int, slo
     return Arrival(chunk, layer, tuple(parts))
 
 
-def store_layer(arena: ArenaView, space: Workspace, layer: int, first_token: int, slots: Sequence[int]) -> None:
+def store_layer(arena: ArenaView, space: Space, layer: int, first_token: int, slots: Sequence[int]) -> None:
     """Copy one layer's KV of whole blocks from ``first_token`` on into ``slots``."""
     for index, slot, count in slot_runs(list(slots)):
         start = first_token + index * arena.layout.block_size
         space.store_kv(layer, start, arena.kv_block(layer, slot, count), arena.layout)
 
 
-def store_states(arena: ArenaView, space: Workspace, layer: int, first_token: int, e_slots: Sequence[int]) -> None:
+def store_states(arena: ArenaView, space: Space, layer: int, first_token: int, e_slots: Sequence[int]) -> None:
     """Copy the hidden states entering ``layer`` of whole blocks from ``first_token`` on into ``e_slots``."""
     for index, slot, count in slot_runs(list(e_slots)):
         start = first_token + index * arena.layout.block_size

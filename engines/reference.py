@@ -7,7 +7,6 @@ nodes and by ``kvkin ask --local``.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,9 +18,10 @@ from tokenizers import Tokenizer
 
 from kvkin.engines.api import Arrival, EngineRequest, EngineSink
 from kvkin.engines.layer_ops import LayerOps, layout_of
+from kvkin.engines.loop import ActiveRequests, EngineLoop
 from kvkin.engines.requests import RunningRequest
 from kvkin.engines.text import TextStream
-from kvkin.kv.errors import DuplicateRequest, InvalidRequest, NodeUnavailable
+from kvkin.kv.errors import InvalidRequest, NodeUnavailable
 from kvkin.kv.execution import PlanExecution
 from kvkin.kv.layout import KVLayout
 from kvkin.kv.plan import ReusePlan
@@ -50,15 +50,10 @@ class ReferenceEngine:
         self._chunk_tokens = chunk_tokens
         self._requests: dict[str, RunningRequest] = {}
         self._turns: deque[str] = deque()
-        self._active: dict[str, EngineRequest] = {}  # submitted, neither ended nor cancelled; under the lock
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
-        self._closed = False
-        self._drained = False  # nothing looks into the inbox any more
-        self._thread: threading.Thread | None = None
+        self._active = ActiveRequests()
+        self._loop = EngineLoop(self.step, self._end)
         if start:
-            self._thread = threading.Thread(target=self._run, name="kvkin-engine", daemon=True)
-            self._thread.start()
+            self._loop.start()
 
     def layout(self, model: str) -> KVLayout:
         return self._layouts[model]
@@ -78,55 +73,33 @@ class ReferenceEngine:
         planned = self.plan_execution(request.model, request.plan)
         if planned.plan.num_tokens != len(request.token_ids):
             raise InvalidRequest(f"plan covers {planned.plan.num_tokens} of {len(request.token_ids)} tokens")
-        with self._wake:
-            if request.request_id in self._active:
-                raise DuplicateRequest(f"request {request.request_id!r} is still running")
-            self._active[request.request_id] = request
-        if not self._post(lambda: self._admit(request, sink, self._models[request.model])):
+        self._active.add(request)
+        if not self._loop.post(lambda: self._admit(request, sink, self._models[request.model])):
             raise NodeUnavailable("the engine is closed")
         return planned
 
     def arrived(self, request_id: str, arrival: Arrival) -> None:
-        self._post(lambda: self._with(request_id, lambda running: running.arrived(arrival)))
+        self._loop.post(lambda: self._with(request_id, lambda running: running.arrived(arrival)))
 
     def replan(self, request_id: str, plan: ReusePlan) -> None:
-        self._post(lambda: self._with(request_id, lambda running: running.replan(plan)))
+        self._loop.post(lambda: self._with(request_id, lambda running: running.replan(plan)))
 
     def cancel(self, request_id: str, reason: str) -> None:
-        with self._wake:
-            self._active.pop(request_id, None)
-        self._post(lambda: self._with(request_id, lambda running: running.cancel(reason)))
+        self._active.cancelled(request_id)
+        self._loop.post(lambda: self._with(request_id, lambda running: running.cancel(reason)))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function())
-                except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the future
-                    future.set_exception(error)
-
-        if not self._post(run):
-            future.set_exception(NodeUnavailable("the engine is closed"))
-        return future
+        return self._loop.call(function)
 
     def close(self) -> None:
-        with self._wake:
-            self._closed = True
-            self._wake.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-        else:
-            self._shut_down()
+        self._loop.close()
 
     # --- on the engine thread ----------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
         """Take in what arrived, then run one step of the next request that has something to do; False if none has."""
         with torch.inference_mode():
-            while self._inbox:
-                self._inbox.popleft()()
+            self._loop.take_in()
             for _ in range(len(self._turns)):
                 request_id = self._turns.popleft()
                 running = self._requests.get(request_id)
@@ -137,36 +110,11 @@ class ReferenceEngine:
                     return True
         return False
 
-    def _run(self) -> None:
-        while True:
-            busy = self.step()
-            with self._wake:
-                if self._closed:
-                    break
-                if not busy and not self._inbox:
-                    self._wake.wait()
-        self._shut_down()
-
-    def _shut_down(self) -> None:
-        while True:
-            with self._wake:
-                self._drained = not self._inbox
-                if self._drained:
-                    break
-                action = self._inbox.popleft()
-            action()
+    def _end(self) -> None:
+        """The close, after the last step."""
         for running in list(self._requests.values()):
             running.cancel("the engine is closing")
         self._requests.clear()
-
-    def _post(self, action: Callable[[], None]) -> bool:
-        """Have ``action`` run on the engine thread; False if the engine is closed and never will."""
-        with self._wake:
-            if self._drained:
-                return False
-            self._inbox.append(action)
-            self._wake.notify_all()
-            return True
 
     def _admit(self, request: EngineRequest, sink: EngineSink, model: LoadedModel) -> None:
         stop = request.sampling.stop if request.sampling else ()
@@ -176,7 +124,7 @@ class ReferenceEngine:
                 request, sink, model.ops, self._layouts[request.model], text, model.eos, self._chunk_tokens
             )
         except Exception as error:  # noqa: BLE001 - told to whoever submitted the request
-            self._release(request)
+            self._active.ended(request)
             sink.failed(request.request_id, error)
             return
         self._requests[request.request_id] = running
@@ -197,10 +145,5 @@ class ReferenceEngine:
             running.fail(error)
         if running.ended:
             self._requests.pop(running.request.request_id, None)
-            self._release(running.request)
+            self._active.ended(running.request)
         return result
-
-    def _release(self, request: EngineRequest) -> None:
-        with self._wake:
-            if self._active.get(request.request_id) is request:
-                del self._active[request.request_id]

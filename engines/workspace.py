@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvkin.engines.block_bytes import e_view, kv_views
 from kvkin.engines.layer_ops import LayerOps
 from kvkin.kv.layout import KVLayout
 
@@ -22,8 +23,6 @@ class Workspace:
 
     def __init__(self, ops: LayerOps, capacity: int, taps: Sequence[int] = ()) -> None:
         self.capacity = capacity
-        self._planes = ops.planes
-        self._dtype = ops.dtype
         shape = (capacity, ops.planes[0].kv_heads, ops.planes[0].head_dim)
         value_shape = (capacity, ops.planes[1].kv_heads, ops.planes[1].head_dim)
         self.keys = [torch.empty(shape, dtype=ops.dtype, device=ops.device) for _ in range(ops.num_layers)]
@@ -37,11 +36,18 @@ class Workspace:
         """Remember the hidden states entering ``layer`` of tokens from ``start`` on, if this layer is tapped."""
         if layer in self.e_taps:
             self.e_taps[layer][start : start + len(hidden)] = hidden
-            _cover(self._covered[layer], start, start + len(hidden))
+            cover(self._covered[layer], start, start + len(hidden))
 
     def has_e(self, layer: int, start: int, stop: int) -> bool:
         """Whether E of all tokens [start, stop) at ``layer`` is here."""
         return any(first <= start and stop <= last for first, last in self._covered.get(layer, ()))
+
+    def has_kv(self, start: int, stop: int) -> bool:
+        """Always: nobody takes this memory back. What was not computed yet is the caller's business."""
+        return stop <= self.capacity
+
+    def release(self) -> None:
+        """Nothing to do: the memory goes with the object."""
 
     def forget_taps(self) -> None:
         """Another plan begins: what was tapped under the one before is not its E."""
@@ -52,42 +58,27 @@ class Workspace:
 
     def load_kv(self, layer: int, start: int, blocks: NDArray[np.uint8], layout: KVLayout) -> None:
         """Copy whole blocks (their bytes, contiguous) of ``layer`` to tokens from ``start`` on."""
-        for plane, target in zip(self._block_planes(blocks, layout), (self.keys, self.values), strict=True):
+        for plane, target in zip(kv_views(blocks, layout), (self.keys, self.values), strict=True):
             tokens = plane.shape[0] * plane.shape[1]
             into = target[layer][start : start + tokens].view(plane.shape)
             into.copy_(plane)
 
     def store_kv(self, layer: int, start: int, blocks: NDArray[np.uint8], layout: KVLayout) -> None:
         """Copy tokens from ``start`` on of ``layer`` into whole blocks (writable bytes, contiguous)."""
-        for plane, source in zip(self._block_planes(blocks, layout), (self.keys, self.values), strict=True):
+        for plane, source in zip(kv_views(blocks, layout), (self.keys, self.values), strict=True):
             tokens = plane.shape[0] * plane.shape[1]
             plane.copy_(source[layer][start : start + tokens].view(plane.shape))
 
     def load_e(self, start: int, blocks: NDArray[np.uint8], layout: KVLayout) -> Tensor:
         """Hidden states (tokens, hidden) from E blocks' bytes; a copy on the engine's device."""
-        return self._tensor(blocks).view(-1, layout.hidden_size).to(self.keys[0].device, copy=True)
+        return e_view(blocks, layout).to(self.keys[0].device, copy=True)
 
     def store_e(self, layer: int, start: int, blocks: NDArray[np.uint8], layout: KVLayout) -> None:
-        into = self._tensor(blocks).view(-1, layout.hidden_size)
+        into = e_view(blocks, layout)
         into.copy_(self.e_taps[layer][start : start + len(into)])
 
-    def _tensor(self, data: NDArray[np.uint8]) -> Tensor:
-        return torch.from_numpy(data).view(self._dtype)
 
-    def _block_planes(self, data: NDArray[np.uint8], layout: KVLayout) -> list[Tensor]:
-        """Views (blocks, block_size, kv_heads, head_dim), one a plane."""
-        flat = self._tensor(data).view(-1, layout.kv_block_bytes // layout.dtype_bytes)
-        views, offset = [], 0
-        for plane in self._planes:
-            width = layout.block_size * plane.elements_per_token
-            shape = (len(flat), layout.block_size, plane.kv_heads, plane.head_dim)
-            # blocks are strided, the inner dimensions contiguous: a view, never a copy
-            views.append(flat[:, offset : offset + width].view(shape))
-            offset += width
-        return views
-
-
-def _cover(spans: list[tuple[int, int]], start: int, stop: int) -> None:
+def cover(spans: list[tuple[int, int]], start: int, stop: int) -> None:
     """Add [start, stop) to a list of disjoint spans, joining what touches."""
     joined = [span for span in spans if span[1] < start or span[0] > stop]
     touching = [span for span in spans if not (span[1] < start or span[0] > stop)]

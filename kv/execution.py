@@ -142,13 +142,23 @@ def cut(plan: ReusePlan, num_layers: int, chunk_tokens: int) -> tuple[Chunk, ...
 class PlanExecution:
     """One request's prefill. ``start()`` and ``handle(event)`` return what to do next; at most one unit is out at a time.
 
-    ``want_logits`` off (a prefill order) lets the last layer compute only k and v.
+    ``want_logits`` off (a prefill order) lets the last layer compute only k and v. With ``stop_chunk`` only the chunks before it
+    are run (an engine computes the others by itself): ``PrefillFinished`` then says that those have their KV.
     """
 
-    def __init__(self, plan: ReusePlan, num_layers: int, chunk_tokens: int, *, want_logits: bool = True) -> None:
+    def __init__(
+        self,
+        plan: ReusePlan,
+        num_layers: int,
+        chunk_tokens: int,
+        *,
+        want_logits: bool = True,
+        stop_chunk: int | None = None,
+    ) -> None:
         plan.validate(num_layers)
         self.plan, self.num_layers, self.want_logits = plan, num_layers, want_logits
         self.chunks = cut(plan, num_layers, chunk_tokens)
+        self._stop_chunk = len(self.chunks) if stop_chunk is None else stop_chunk
         self.state = State.WAITING
         self._kv = [bytearray(num_layers) for _ in self.chunks]  # KV final in this chunk and layer
         self._pulled = [bytearray(num_layers) for _ in self.chunks]  # arrived, perhaps not final (token-wise)
@@ -238,7 +248,7 @@ class PlanExecution:
         if unit is not None:
             self._running, self.state = unit, State.COMPUTING
             return [ComputeUnit(unit)]
-        if all(prefix == len(self.chunks) for prefix in self._prefix):
+        if all(prefix >= self._stop_chunk for prefix in self._prefix):
             self.state = State.FINISHED
             return [PrefillFinished()]
         self.state = State.WAITING
@@ -246,7 +256,7 @@ class PlanExecution:
 
     def _runnable(self) -> Unit | None:
         """The first runnable unit, chunk by chunk: finishing a chunk before the next keeps its hidden states hot."""
-        for chunk in self.chunks:
+        for chunk in self.chunks[: self._stop_chunk]:
             layer = self._next_layer[chunk.index]
             if not self._entered[chunk.index] or layer >= chunk.stop_layer or self._prefix[layer] < chunk.index:
                 continue

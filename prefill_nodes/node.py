@@ -14,7 +14,7 @@ import structlog
 
 from kvkin.engines.api import Counters, Engine, EngineRequest, Result
 from kvkin.engines.arena_copies import arrival_from, store_layer, store_states
-from kvkin.engines.workspace import Workspace
+from kvkin.engines.spaces import Space
 from kvkin.kv.cost import measured_work
 from kvkin.kv.errors import CapacityError, KvkinError
 from kvkin.kv.execution import PlanExecution, Unit
@@ -240,7 +240,7 @@ class PrefillNode:
     def _send(self, outgoing: list[Outgoing]) -> None:
         self.runtime.holder.send(outgoing)
 
-    def copy_out(self, running: _Running, unit: Unit, space: Workspace) -> None:
+    def copy_out(self, running: _Running, unit: Unit, space: Space) -> None:
         """On the engine thread: one layer of one chunk into the arena (its slots belong to this order)."""
         size, arena = self.settings.layout.block_size, self.runtime.memory.arena
         blocks = running.blocks[unit.start // size : unit.stop // size]
@@ -256,7 +256,7 @@ class _Sink:
     def __init__(self, node: PrefillNode, running: _Running) -> None:
         self._node, self._running, self._loop = node, running, asyncio.get_running_loop()
 
-    def unit_done(self, request_id: str, unit: Unit, space: Workspace) -> None:
+    def unit_done(self, request_id: str, unit: Unit, space: Space) -> None:
         self._node.copy_out(self._running, unit, space)
         self._loop.call_soon_threadsafe(self._node.progressed, self._running, unit)
 
@@ -264,7 +264,8 @@ class _Sink:
 
     def tokens(self, request_id: str, index: int, token_id: int, text: str, logprob: TokenLogprob | None) -> None: ...
 
-    def finished(self, result: Result, space: Workspace, counters: Counters) -> None:
+    def finished(self, result: Result, space: Space, counters: Counters) -> None:
+        space.release()  # every unit was copied out when it was done
         self._loop.call_soon_threadsafe(self._node.ended, self._running, counters, None)
 
     def failed(self, request_id: str, error: Exception) -> None:

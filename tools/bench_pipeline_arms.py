@@ -16,7 +16,7 @@ from typing import TypeVar
 from kvkin.decode_nodes.sources import PlanSources
 from kvkin.engines.api import Arrival, Counters, EngineRequest, Result
 from kvkin.engines.reference import ReferenceEngine
-from kvkin.engines.workspace import Workspace
+from kvkin.engines.spaces import Space
 from kvkin.kv.errors import DeadlineExceeded, SourceLost
 from kvkin.kv.execution import Unit
 from kvkin.kv.generation import Sampling, TokenLogprob
@@ -52,7 +52,7 @@ class _Sink:
         self.before_last_at = 0.0
         self._previous = 0.0
 
-    def unit_done(self, request_id: str, unit: Unit, space: Workspace) -> None:
+    def unit_done(self, request_id: str, unit: Unit, space: Space) -> None:
         self.before_last_at, self._previous = self._previous, time.perf_counter()
 
     def prefilled(self, request_id: str) -> None: ...
@@ -60,7 +60,7 @@ class _Sink:
     def tokens(self, request_id: str, index: int, token_id: int, text: str, logprob: TokenLogprob | None) -> None:
         self.first_at = self.first_at or time.perf_counter()
 
-    def finished(self, result: Result, space: Workspace, counters: Counters) -> None:
+    def finished(self, result: Result, space: Space, counters: Counters) -> None:
         self._loop.call_soon_threadsafe(self._settle, counters)
 
     def failed(self, request_id: str, error: Exception) -> None:
