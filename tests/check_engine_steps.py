@@ -303,15 +303,21 @@ def check_replan_keeps_own_blocks(make_engine: MakeEngine, arch: str, own_tokens
 # --- orders, ends, refusals ----------------------------------------------------------------------------------------------
 
 
-def check_prefill_order(make_engine: MakeEngine, arch: str) -> None:
-    """Without sampling: every layer of every chunk is announced once, in order; all KV is there; no token, one end."""
+def check_prefill_order(make_engine: MakeEngine, arch: str, *, chunk_by_chunk: bool = True) -> None:
+    """Without sampling: every layer of every chunk is announced once, in order; all KV is there; no token, one end.
+
+    An engine that takes several chunks through a layer at once may be told not to go ``chunk_by_chunk``: then each layer's chunks
+    ascend, and each chunk's layers.
+    """
     run = Run(make_engine, arch)
     run.submit("r", PRIVATE, sampling=None)
     run_until_idle(run.bench)
     heard = run.recorder.of("r")
-    assert [(unit.chunk, unit.layer) for unit in heard.units] == [
-        (chunk, layer) for chunk in (*CONTEXT_CHUNKS, *SUFFIX_CHUNKS) for layer in range(NUM_LAYERS)
-    ]
+    announced = [(unit.chunk, unit.layer) for unit in heard.units]
+    wanted = [(chunk, layer) for chunk in (*CONTEXT_CHUNKS, *SUFFIX_CHUNKS) for layer in range(NUM_LAYERS)]
+    assert (announced if chunk_by_chunk else sorted(announced)) == wanted
+    assert sorted(announced, key=lambda pair: pair[0]) == wanted
+    assert sorted(announced, key=lambda pair: pair[1]) == sorted(wanted, key=lambda pair: pair[1])
     assert heard.result is not None
     assert (heard.result.finish_reason, heard.tokens, heard.ends, heard.prefilled) == ("prefill", [], 1, 1)
     assert_kv(run.bench, heard.space, contexts(arch, TOTAL)["receiver"])

@@ -35,7 +35,6 @@ from oracle import State
 from kvkin.kv.plan import ReusePlan
 
 BLOCK, CHUNK = 8, 16
-HIDDEN_SIZE = 64
 
 
 class Conversation:
@@ -69,7 +68,7 @@ class Conversation:
     def _left(self, heard: Heard, like: State) -> State:
         """KV and E taps out of the engine's workspace; E is NaN where the engine does not offer a block's."""
         kv = [self.bench.kv(heard.space, layer, like.num_tokens) for layer in range(like.num_layers)]
-        hidden = [torch.full((like.num_tokens, HIDDEN_SIZE), float("nan")) for _ in kv]
+        hidden = [torch.full_like(states, float("nan")) for states in like.hidden]
         for layer in TAPS:
             for start in range(0, like.num_tokens - BLOCK + 1, BLOCK):
                 states: Any = self.bench.e(heard.space, layer, start, start + BLOCK)

