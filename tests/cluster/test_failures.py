@@ -145,10 +145,13 @@ def test_router_killed_and_restarted(cluster: LiveCluster) -> None:
             error = error_of(stream)
             assert isinstance(error, NodeUnavailable)
             assert error.retryable
-    status = cluster.settled()
+    cluster.settled()
+    # a node's snapshot follows its registration
+    cluster.until(
+        lambda status: all(node.holdings >= before[node.name][1] for node in status.nodes), "what nodes held before"
+    )
+    status = cluster.client.status()
     assert {node.name: node.incarnation for node in status.nodes} == {name: one[0] for name, one in before.items()}
-    for node in status.nodes:
-        assert node.holdings >= before[node.name][1]
     assert before[ON_BASE][1] > 0
     hit = cluster.ask(BASE, (*ids, 7, 8, 9), reuse="exact", publish=False)
     assert hit.report.tokens_reused == len(ids) // BLOCK * BLOCK
