@@ -134,8 +134,8 @@ class Agents:
             families = {entry.name: entry.family for entry in known if entry.nodes}
             for option, model in (("--coder", self.coder), ("--tester", self.tester)):
                 if model not in families:
-                    known = ", ".join(sorted(families))
-                    raise ConfigError(option, f"the cluster at {router.url} does not serve {model} now", known)
+                    problem = f"the cluster at {router.url} does not serve {model} now"
+                    raise ConfigError(option, problem, ", ".join(sorted(families)))
             self._check_families({families[self.coder], families[self.tester]})
             return await self.play(client, played, self.json or Path(".kvkin") / "agents.json", _console())
 
