@@ -292,7 +292,7 @@ def test_the_demo_without_vllm_says_what_to_install_before_it_does_anything(monk
 
 def made(*words: str) -> subprocess.CompletedProcess[str]:
     """What ``make`` would run, with nothing installed yet."""
-    command = ["make", "-n", "VENV=no-such-venv", *words]
+    command = ["make", "-n", "--no-print-directory", "VENV=no-such-venv", *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
 
 
@@ -328,7 +328,7 @@ def test_the_recipe_keeps_or_installs_what_it_is_told(tmp_path: Path) -> None:
         (venv / ".kvkin-vllm-installed").unlink(missing_ok=True)
         calls = tmp_path / "calls"
         calls.write_text("")
-        command = ["make", f"VENV={venv}", f"{venv}/.kvkin-vllm-installed", *words]
+        command = ["make", "--no-print-directory", f"VENV={venv}", f"{venv}/.kvkin-vllm-installed", *words]
         environment = {**os.environ, "CALLS": str(calls)}
         # the venv's stamp is new enough: nothing else is to be made
         done = subprocess.run(
