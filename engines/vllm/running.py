@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from tokenizers import Tokenizer
 
-from kvkin.engines.api import Counters, EngineRequest, EngineSink, Result
-from kvkin.engines.text import TextStream
+from kvkin.engines.answer import Answer
+from kvkin.engines.api import Counters, EngineRequest, EngineSink
 from kvkin.engines.vllm.first_logits import kept
 from kvkin.engines.vllm.scheduler_side import Entry
 from kvkin.engines.vllm.spaces import PagedSpace
@@ -36,11 +36,8 @@ class RunningRequest:
         self.prefilled = False
         self.entry: Entry | None = None
         self.internal_id = ""
-        self._num_layers, self._eos, self._clock = num_layers, eos, clock
-        stop = request.sampling.stop if request.sampling else ()
-        self._text = TextStream(tokenizer, stop) if tokenizer is not None and request.sampling else None
-        self._generated: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
+        self._num_layers, self._clock = num_layers, clock
+        self._answer = Answer(request, sink, tokenizer, eos)
         self._began = 0.0
         self._load_s = 0.0
         self._loading = False
@@ -107,31 +104,11 @@ class RunningRequest:
 
     def generated(self, token: int, logprob: TokenLogprob | None) -> str:
         """A new token; returns why the answer ends with it, or nothing."""
-        sampling = self.request.sampling
-        assert sampling is not None
-        index = len(self._generated)
-        if index == 0:
+        if not self._answer.tokens:
             self.counters.first_token_at = self._clock()
-        self._generated.append(token)
-        if logprob is not None:
-            self._logprobs.append(logprob)
-        ended = token in self._eos and not sampling.ignore_eos
-        text = "" if self._text is None or ended else self._text.push(token)
-        stopped = self._text is not None and self._text.stopped
-        reason = "stop" if ended or stopped else "length" if len(self._generated) >= sampling.max_tokens else ""
-        if reason and self._text is not None:
-            text += self._text.finish()
-        self.sink.tokens(self.request.request_id, index, token, text, logprob)
-        return reason
+        return self._answer.add(token, logprob)
 
     def finish(self, reason: str, key: str) -> None:
-        self.space.num_tokens = self.prompt + max(len(self._generated) - 1, 0)
-        result = Result(
-            self.request.request_id,
-            tuple(self._generated),
-            self._text.text if self._text else "",
-            reason,
-            tuple(self._logprobs),
-            kept.pop(key, None),
-        )
+        self.space.num_tokens = self.prompt + max(len(self._answer.tokens) - 1, 0)
+        result = self._answer.result(reason, kept.pop(key, None))
         self.sink.finished(result, self.space, self.counters)
