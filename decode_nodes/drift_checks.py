@@ -124,6 +124,7 @@ class DriftChecks:
             private_plan(size, "check for drift"),
             Sampling(max_tokens=check.num_tokens, ignore_eos=True),
             first_distribution=True,
+            engine_cache=False,
         )
         try:
             self._engine.submit(request, _RunSink(self, run_id))

@@ -182,6 +182,7 @@ class DecodeNode:
             execute.sampling,
             self.settings.transition_layers if execute.publish else (),
             first_distribution=execute.check is not None,
+            engine_cache=execute.engine_cache,
         )
         sink = _Sink(self, execute.request_id)
         try:

@@ -66,6 +66,9 @@ def reuse_report(
         reason=plan.reason,
         fallback=fallback,
         planned=execute.plan.kind,
+        tokens_cached=counters.cached_tokens,
+        tokens_loaded=counters.loaded_tokens,
+        tokens_computed=counters.computed_tokens,
     )
 
 

@@ -28,7 +28,7 @@ class EngineRequest:
     """One request. Without ``sampling`` it is a prefill only (an order): no logits, no tokens.
 
     ``taps`` are the transition layers whose entering hidden states are kept for publication. ``first_distribution`` asks for
-    ``Result.first_logprobs``.
+    ``Result.first_logprobs``. Without ``engine_cache`` a prefix cache of the engine's own gives it nothing.
     """
 
     request_id: str
@@ -38,6 +38,7 @@ class EngineRequest:
     sampling: Sampling | None
     taps: tuple[int, ...] = ()
     first_distribution: bool = False
+    engine_cache: bool = True
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,12 @@ class Counters:
     computed_positions: int = 0
     """Sum of the positions of what ``computed_layer_tokens`` counts: how far those tokens had to attend."""
     cached_tokens: int = 0
-    """Prompt tokens whose KV the engine's own prefix cache had: neither pulled nor computed for this request."""
+    """Prompt tokens whose KV the engine's own prefix cache had: neither written nor computed for this request."""
+    loaded_tokens: int = 0
+    """Prompt tokens whose KV, in all layers or some, the plan's sources gave."""
+    computed_tokens: int = 0
+    """Prompt tokens that went through all layers. With those cached and loaded they are the whole prompt, each token once: work that
+    a preemption repeats is in ``computed_layer_tokens`` only."""
     recomputed_layers: dict[int, set[int]] = field(default_factory=dict)
     """Segment -> layers that were computed for it although its KV is reused."""
     first_token_at: float = 0.0

@@ -74,6 +74,8 @@ class RunningRequest:
         self._next: Unit | None = None
         self._last: Tensor | None = None
         self._prefilled = False
+        self._loaded: set[int] = set()
+        self.counters.loaded_tokens = self.counters.computed_tokens = 0
         self._take(self.execution.start())
         return self.execution
 
@@ -90,6 +92,7 @@ class RunningRequest:
         else:
             for start, data in arrival.parts:
                 self.space.load_kv(arrival.layer, start, data, self._layout)
+            self._count_loaded(arrival.chunk)
         self._take(self.execution.handle(DataArrived(arrival.chunk, arrival.layer)))
 
     def replan(self, plan: ReusePlan) -> None:
@@ -155,6 +158,13 @@ class RunningRequest:
             self.counters.recomputed_layers.setdefault(segment, set()).add(unit.layer)
         else:
             self.counters.suffix_s += seconds
+            self.counters.computed_tokens += num_rows if unit.first else 0
+
+    def _count_loaded(self, chunk: int) -> None:
+        """KV of a chunk is here; its other layers bring no more tokens."""
+        if chunk not in self._loaded:
+            self._loaded.add(chunk)
+            self.counters.loaded_tokens += self.execution.chunks[chunk].stop - self.execution.chunks[chunk].start
 
     def _take(self, instructions: list[Instruction]) -> None:
         now = self._clock()

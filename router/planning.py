@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from kvkin.kv.plan import ReusePlan
 from kvkin.router.drift import DriftWatch
 from kvkin.router.index import Match, PrefixIndex
 from kvkin.router.membership import Membership
@@ -24,7 +25,7 @@ from kvkin.router.prompts import Prompt
 from kvkin.router.requests import Request
 from kvkin.router.settings import RouterSettings
 from kvkin.transport.messages import Alternative, DecisionInputs, Generate, Reuse
-from kvkin.transport.node_messages import Execute, PrefillOrder
+from kvkin.transport.node_messages import Execute, Planned, PrefillOrder
 
 Choose = Callable[[PolicyRequest, Sequence[Match], ClusterView, PolicySettings], Decision]
 
@@ -71,6 +72,7 @@ class Planner:
             order_id=order_id,
             deadline_s=request.deadline_at - now,
             slo_s=None if slo_s is None else request.received_at + slo_s - now,
+            receiver=request.receiver,
         )
         matches = self._index.match(prompt.hashes, prompt.root) if reusing else []
         view = ClusterView(self._membership.views(now, request.failed_on), self._drift.families)
@@ -98,8 +100,6 @@ class Planner:
         prompt, message = prompt_of(request), request.message
         receiver = self._lineage_ids[message.model]
         self._drift.dispatched(decision.plan, receiver)
-        nodes = {node for segment in decision.plan.segments for node in segment.nodes}
-        members = [member for member in map(self._membership.member, sorted(nodes)) if member is not None]
         return Execute(
             request_id=request.attempt_id,
             model=message.model,
@@ -109,11 +109,24 @@ class Planner:
             sampling=message.sampling,
             publish=message.publish,
             deadline_s=request.deadline_at - now,
-            source_addresses={member.name: member.registration.source_address for member in members},
+            source_addresses=self._addresses(decision.plan),
             hash_ms=prompt.hash_ms,
             route_ms=request.route_ms,
             check=self._drift.check_of(request.request_id, decision.plan, receiver),
+            engine_cache=message.reuse is not Reuse.OFF,
         )
+
+    def planned(self, request: Request, decision: Decision) -> Planned:
+        """The answer to the attached server that asked for ``request``."""
+        self._drift.dispatched(decision.plan, self._lineage_ids[request.message.model])
+        plan = decision.plan
+        return Planned(request.message.id, prompt_of(request).root, plan, self._addresses(plan))
+
+    def _addresses(self, plan: ReusePlan) -> dict[str, str]:
+        """Where layer streams of the plan's nodes are opened."""
+        nodes = {node for segment in plan.segments for node in segment.nodes}
+        members = [member for member in map(self._membership.member, sorted(nodes)) if member is not None]
+        return {member.name: member.registration.source_address for member in members}
 
     def order(self, request: Request, wanted: OrderRequest, now: float) -> tuple[Order, PrefillOrder] | None:
         """The order's record and message, already announced to the index; None if its node is gone by now."""

@@ -40,7 +40,7 @@ class Serving:
     ) -> None:
         self._settings, self._out, self._membership, self._index = settings, outbox, membership, index
         self._new_id, self._stopwatch = new_id, stopwatch
-        self._planner = Planner(settings, index, membership, choose, drift)
+        self.planner = Planner(settings, index, membership, choose, drift)
         self.stopping = False
         self.orders = Orders()
         self.requests: dict[str, Request] = {}
@@ -67,7 +67,7 @@ class Serving:
     def route(self, request: Request) -> None:
         started = self._stopwatch()
         try:
-            decision = self._planner.decide(request, self._new_id(), self._out.now)
+            decision = self.planner.decide(request, self._new_id(), self._out.now)
         except NodeUnavailable as error:
             self._wait_for_node(request, error)
             return
@@ -93,7 +93,7 @@ class Serving:
         assert member is not None, f"the policy chose {decision.node}, which never registered"
         for wanted in (decision.live_order, decision.background_order):
             if wanted is not None:
-                self._order(request, wanted)
+                self.order(request, wanted)
         attempt_id = request.begin_attempt(decision.node, member.peer)
         self.by_attempt[attempt_id] = request
         for order_id in orders_of(decision.plan):
@@ -115,15 +115,16 @@ class Serving:
             prompt_tokens=decision.plan.num_tokens,
             reason=decision.reason,
         )
-        execute = self._planner.execute(request, decision, self._out.now)
+        execute = self.planner.execute(request, decision, self._out.now)
         self._out.count("drift_checks", int(execute.check is not None))
         self._out.tell(member.peer, execute)
 
-    def _order(self, request: Request, wanted: OrderRequest) -> None:
+    def order(self, request: Request, wanted: OrderRequest) -> None:
+        """Place an order that a decision wants, unless it is placed already or its node is gone."""
         context = context_of(request, wanted)
         if wanted.background and self.orders.of_context(context) is not None:
             return
-        placed = self._planner.order(request, wanted, self._out.now)
+        placed = self.planner.order(request, wanted, self._out.now)
         if placed is None:
             return
         record, message = placed
@@ -248,8 +249,10 @@ class Serving:
             total_ms=1e3 * (self._out.now - request.received_at),
         )
         assert request.decision is not None, f"{request.request_id} is done and was never routed"
-        report = msgspec.structs.replace(message.report, inputs=self._planner.inputs(request, request.decision))
-        usage = Usage(len(prompt.token_ids), len(message.token_ids), report.tokens_reused)
+        report = msgspec.structs.replace(message.report, inputs=self.planner.inputs(request, request.decision))
+        # what the node's engine had in its own prefix cache was reused as well; an older node does not tell
+        reused = max(report.tokens_reused, report.tokens_cached + report.tokens_loaded)
+        usage = Usage(len(prompt.token_ids), len(message.token_ids), reused)
         self._out.count("finished")
         self._out.count("fallbacks", int(bool(report.fallback)))
         self._out.count("prompt_tokens", usage.prompt_tokens)

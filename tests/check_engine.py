@@ -258,6 +258,7 @@ def assert_result(
     assert_tokens(heard, choices, logits, tally)
     assert_taps(bench, heard.space, state, plan, TAPS)
     assert heard.result.token_ids == tuple(heard.tokens)
+    assert_each_token_counted_once(heard, plan)
     for unit, keys, values in heard.written:  # what was announced was final
         rows = slice(unit.start, unit.stop) if unit.rows is None else list(unit.rows)
         final = bench.kv(heard.space, unit.layer, unit.stop)
@@ -317,6 +318,16 @@ def assert_counters(heard: Heard, plan: ReusePlan, chunks: Sequence[Any]) -> Non
         for chunk in chunks
     )
     assert heard.counters.computed_positions == positions
+
+
+def assert_each_token_counted_once(heard: Heard, plan: ReusePlan) -> None:
+    """Every token of the prompt was cached, loaded or computed; without a cache, loaded are those of the segments that reuse."""
+    counters = heard.counters
+    assert counters is not None
+    counted = (counters.cached_tokens, counters.loaded_tokens, counters.computed_tokens)
+    assert sum(counted) == plan.num_tokens, counted
+    # what a cache had may be of either kind
+    assert 0 <= plan.reused_tokens - counters.loaded_tokens <= counters.cached_tokens, counted
 
 
 def check_shape(make_engine: MakeEngine, arch: str, name: str, geometries: Sequence[Geometry] = GEOMETRIES) -> None:

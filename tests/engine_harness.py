@@ -286,7 +286,8 @@ def request(
 ) -> EngineRequest:
     sampling = options.get("sampling", greedy())
     taps, first = options.get("taps", TAPS), options.get("first_distribution", False)
-    return EngineRequest(request_id, model, tuple(token_ids), plan, sampling, taps, first)
+    cache = options.get("engine_cache", True)
+    return EngineRequest(request_id, model, tuple(token_ids), plan, sampling, taps, first, cache)
 
 
 def run_until_idle(bench: Bench, limit: int = 100_000) -> None:

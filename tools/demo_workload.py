@@ -91,6 +91,8 @@ class Record:
             "prompt_tokens": answer.usage.prompt_tokens,
             "context_tokens": self.context_tokens,
             "tokens_reused": report.tokens_reused,
+            "tokens_cached": report.tokens_cached,
+            "tokens_computed": report.tokens_computed,
             "layers_recomputed": report.layers_recomputed,
             "bytes_pulled": report.bytes_pulled,
             "ttft_ms": round(answer.timings.ttft_ms, 3),

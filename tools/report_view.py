@@ -39,17 +39,23 @@ def headline(answer: Finished) -> Text:
     report, usage = answer.report, answer.usage
     text = Text(f"{report.kind}", style=KIND_STYLES[report.kind])
     if report.kind is PlanKind.PRIVATE:
-        text.append(f" prefill of {usage.prompt_tokens:,} prompt tokens on {answer.node}", style="not bold")
+        prefill = f" prefill of {usage.prompt_tokens:,} prompt tokens on {answer.node}{_cached_text(report)}"
+        text.append(prefill, style="not bold")
     else:
         # a context that the node holds itself is used where it lies
         sources = " and ".join(source if source != answer.node else f"{source} itself" for source in report.sources)
         text.append(
             f" reuse ({quality_text(report)}) on {answer.node}: {report.tokens_reused:,} of {usage.prompt_tokens:,} "
             f"prompt tokens from {sources}, {report.layers_recomputed} layers recomputed, "
-            f"{bytes_text(report.bytes_pulled)} pulled",
+            f"{bytes_text(report.bytes_pulled)} pulled{_cached_text(report)}",
             style="not bold",
         )
     return text.append(f"; first token after {answer.timings.ttft_ms:,.0f} ms", style="not bold")
+
+
+def _cached_text(report: ReuseReport) -> str:
+    """What a prefix cache of the engine's own had, whatever the plan was."""
+    return f", {report.tokens_cached:,} tokens from its engine's own cache" if report.tokens_cached else ""
 
 
 def segments_table(report: ReuseReport) -> Table:

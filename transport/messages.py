@@ -180,7 +180,12 @@ class DecisionInputs(msgspec.Struct, frozen=True):
 
 class ReuseReport(msgspec.Struct, frozen=True):
     """What reuse did for a request. ``fallback`` says why the plan was given up (empty: it was not). ``inputs`` are added by the
-    router."""
+    router.
+
+    The engine counts each token of the prompt once, by where its KV came from: ``tokens_cached`` from a prefix cache of its own,
+    ``tokens_loaded`` from the plan's sources (in all layers or some), ``tokens_computed`` through all layers. Together they are the
+    prompt; all 0: an older node.
+    """
 
     kind: PlanKind
     quality: Quality
@@ -194,6 +199,9 @@ class ReuseReport(msgspec.Struct, frozen=True):
     fallback: str = ""
     planned: PlanKind = PlanKind.PRIVATE
     inputs: DecisionInputs | None = None
+    tokens_cached: int = 0
+    tokens_loaded: int = 0
+    tokens_computed: int = 0
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):

@@ -1,7 +1,8 @@
-"""Node messages: what prefill and decode nodes and the router say to each other.
+"""Node messages: what prefill nodes, decode nodes, attached servers and the router say to each other.
 
 Every node keeps one DEALER socket per router. It registers, sends a snapshot of what it holds, then ordered deltas numbered
-per (incarnation, router) and heartbeats; the router orders prefills and executions (docs/design.md section 2).
+per (incarnation, router) and heartbeats; the router orders prefills and executions (docs/design.md section 2). An attached server
+takes its requests from its own clients: it asks for plans, and is never sent an execution or an order.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from kvkin.kv.layout import KVLayout
 from kvkin.kv.lineage import Lineage
 from kvkin.kv.plan import PlanKind, ReusePlan
 from kvkin.kv.provenance import Provenance
-from kvkin.transport.messages import NodeLoad, ReuseReport, Sampling, Timings, TokenLogprob
+from kvkin.transport.messages import NodeLoad, Reuse, ReuseReport, Sampling, Timings, TokenLogprob
 
 # --- node to router -----------------------------------------------------------------------------------------------------
 
@@ -138,6 +139,32 @@ class DriftSample(msgspec.Struct, frozen=True, tag="drift_sample"):
     model: str = ""
 
 
+class AskPlan(msgspec.Struct, frozen=True, tag="ask_plan"):
+    """An attached server (docs/vllm.md) took a request of its own: how does it best get the KV of this prompt?
+
+    ``question_id`` is the server's, unique among its open questions; the rest as in ``generate``. Answered by one ``planned`` or
+    ``plan_refused``.
+    """
+
+    question_id: str
+    model: str
+    token_ids: tuple[int, ...]
+    reuse: Reuse = Reuse.BOUNDED
+    max_loss: float = 0.05
+    publish: bool = True
+    share_hint: float = -1.0
+    deadline_s: float = 60.0
+
+
+class PlanDone(msgspec.Struct, frozen=True, tag="plan_done"):
+    """What became of the plan that answered ``question_id``, for the router's counters: counted where bytes landed."""
+
+    question_id: str
+    prompt_tokens: int
+    tokens_reused: int
+    fallback: str = ""
+
+
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """The node stops now: what it held is gone, what still ran on it failed. Saves the router from waiting for silence."""
 
@@ -183,7 +210,8 @@ class DriftCheck(msgspec.Struct, frozen=True):
 class Execute(msgspec.Struct, frozen=True, tag="execute"):
     """Run a request. ``root`` is the root hash of its blocks; ``source_addresses`` maps node names of the plan to addresses.
 
-    ``check``: the request was chosen to be checked for drift; none: it was not.
+    ``check``: the request was chosen to be checked for drift; none: it was not. Without ``engine_cache`` nothing may be reused, not
+    even what a prefix cache of the node's engine has.
     """
 
     request_id: str
@@ -198,6 +226,7 @@ class Execute(msgspec.Struct, frozen=True, tag="execute"):
     hash_ms: float = 0.0
     route_ms: float = 0.0
     check: DriftCheck | None = None
+    engine_cache: bool = True
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -218,9 +247,30 @@ class PrefillOrder(msgspec.Struct, frozen=True, tag="prefill_order"):
     background: bool = False
 
 
+class Planned(msgspec.Struct, frozen=True, tag="planned"):
+    """The plan for an ``ask_plan``, with the server that asked as its receiver; ``root`` and ``source_addresses`` as in ``execute``."""
+
+    question_id: str
+    root: bytes
+    plan: ReusePlan
+    source_addresses: dict[str, str]
+
+
+class PlanRefused(msgspec.Struct, frozen=True, tag="plan_refused"):
+    """There is no plan: the server computes the prompt itself and leaves nothing of it to others."""
+
+    question_id: str
+    code: str
+    message: str
+
+
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Finish what runs, take nothing new."""
 
 
-NodeToRouter = Register | Holdings | Heartbeat | Generated | Done | Failed | OrderDone | DriftSample | Leave
-RouterToNode = Registered | Refused | SnapshotWanted | Execute | Abort | PrefillOrder | Drain
+NodeToRouter = (
+    Register | Holdings | Heartbeat | Generated | Done | Failed | OrderDone | DriftSample | Leave | AskPlan | PlanDone
+)
+RouterToNode = (
+    Registered | Refused | SnapshotWanted | Execute | Abort | PrefillOrder | Drain | Planned | PlanRefused
+)

@@ -314,8 +314,8 @@ class VllmEngine:
         """Salt of vLLM's prefix cache: the model, and how the KV under this plan comes to be."""
         lineage = self._models[request.model].lineage_id or digest(b"model", self._nonce, request.model.encode())
         parts = [lineage.hex(), provenances(plan, lineage)[-1].key.hex()]
-        if request.sampling is None and request.taps:
-            # an order must give the hidden states of what it computes: vLLM's cache has none
+        if not request.engine_cache or (request.sampling is None and request.taps):
+            # a salt that nobody else has. An order must give the hidden states of what it computes: vLLM's cache has none
             parts.append(key)
         return ".".join(parts)
 

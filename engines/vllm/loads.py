@@ -33,6 +33,7 @@ from kvkin.kv.execution import (
     UnitMode,
 )
 from kvkin.kv.plan import ReusePlan
+from kvkin.kv.pulls import E_LAYER
 
 
 class LoadState(enum.StrEnum):
@@ -67,6 +68,7 @@ class Load:
         self.later_chunks = self.chunks[first_after:]
         self._pending: deque[tuple[int, int]] = deque()
         self._known: set[tuple[int, int]] = set()
+        self._written: set[int] = set()
         self._next: Unit | None = None
         self._complete = False
         self._restoring = False
@@ -112,6 +114,12 @@ class Load:
         return self._complete or self._restoring
 
     @property
+    def written_tokens(self) -> int:
+        """Tokens of which KV of some layer was written: those that were in vLLM's own cache are not."""
+        chunks = (self.chunks[index] for index in self._written)
+        return sum(max(0, chunk.stop - max(chunk.start, self.cached)) for chunk in chunks)
+
+    @property
     def runnable(self) -> bool:
         """Whether a slice would do anything."""
         return bool(self._pending or self._next)
@@ -127,6 +135,8 @@ class Load:
             chunk = self.chunks[pair[0]]
             budget -= chunk.stop - chunk.start
             self._take(self.execution.handle(DataArrived(*pair)))
+            if pair[1] != E_LAYER:
+                self._written.add(pair[0])
             yield WriteData(self.key, *pair)
 
     def slice(self, budget: int) -> tuple[list[RunUnit], int]:

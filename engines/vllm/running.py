@@ -42,6 +42,7 @@ class RunningRequest:
         self._load_s = 0.0
         self._loading = False
         self._first_step = True
+        self._reached = 0
 
     def begun(self, entry: Entry) -> None:
         """A plan begins; nothing of the one before counts as its KV or its E."""
@@ -49,6 +50,7 @@ class RunningRequest:
         self.space.num_tokens = 0
         self.space.taps.forget()
         self.counters.recomputed_layers.clear()
+        self.counters.cached_tokens = self.counters.loaded_tokens = self.counters.computed_tokens = 0
         self._began, self._load_s, self._loading, self._first_step = self._clock(), 0.0, bool(entry.load.stop), True
 
     # --- from the worker, inside a step ------------------------------------------------------------------------------------
@@ -68,6 +70,7 @@ class RunningRequest:
                 self.counters.recomputed_layers.setdefault(segment, set()).add(unit.layer)
         else:
             self.counters.suffix_s += seconds
+            self.counters.computed_tokens += len(positions) if unit.first else 0
         try:
             self.sink.unit_done(self.request.request_id, unit, self.space)
         except Exception as error:  # noqa: BLE001 - ends this request and no other
@@ -91,11 +94,16 @@ class RunningRequest:
             self._first_step = False
             load = self.entry.load
             self.counters.cached_tokens = load.cached if load.cached < load.stop else start
+            self.counters.loaded_tokens = load.written_tokens
+            self._reached = start
         rows = range(start, min(stop, self.prompt))
         if rows:
             self.counters.computed_layer_tokens += len(rows) * self._num_layers
             self.counters.computed_positions += sum(rows) * self._num_layers
             self.counters.suffix_s += seconds
+            # after a preemption, tokens come again
+            self.counters.computed_tokens += max(0, rows.stop - max(rows.start, self._reached))
+            self._reached = max(self._reached, rows.stop)
         self.space.num_tokens = stop
         if stop >= self.prompt and not self.prefilled:
             self.prefilled = True

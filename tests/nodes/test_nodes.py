@@ -64,6 +64,8 @@ async def test_private_order_exact_and_partial(
         assert done.report.bytes_pulled == CONTEXT // BLOCK * prefill.settings.layout.kv_slot_bytes
         assert done.report.bytes_pulled == node.runtime.transport.pulled_bytes
         assert (done.report.tokens_reused, done.report.layers_recomputed) == (CONTEXT, 0)
+        counted = (done.report.tokens_cached, done.report.tokens_loaded, done.report.tokens_computed)
+        assert counted == (0, CONTEXT, len(TOKENS) - CONTEXT)
 
         plan = partial_plan(pulled(base, "prefill-0"), CONTEXT, len(TOKENS), 1, 3)
         done = await router.execute("decode-tune", "partial", "tune", TOKENS, plan)

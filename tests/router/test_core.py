@@ -219,6 +219,20 @@ def test_cached_tokens_come_from_the_node_and_never_from_the_plan(settings: Rout
     assert sim.replies(Finished)[0].usage.cached_tokens == 0
 
 
+def test_what_the_engines_own_cache_had_was_reused_as_well(sim: Sim) -> None:
+    peer = sim.join("d0")
+    message = done(sim.run(), 7)
+    counted = msgspec.structs.replace(message.report, tokens_cached=6, tokens_loaded=1, tokens_computed=3)
+    sim.feed(NodeSaid(peer, msgspec.structs.replace(message, report=counted)))
+    assert sim.replies(Finished)[0].usage.cached_tokens == 7
+
+
+@pytest.mark.parametrize("reuse", list(Reuse))
+def test_the_engines_own_cache_may_serve_all_but_those_who_want_no_reuse(sim: Sim, reuse: Reuse) -> None:
+    sim.join("d0")
+    assert sim.run(Generate("1", "base", prompt="hi", reuse=reuse)).engine_cache is (reuse is not Reuse.OFF)
+
+
 def test_without_streaming_only_the_result_is_sent_and_time_to_first_token_is_still_measured(sim: Sim) -> None:
     peer = sim.join("d0")
     execute = sim.run(Generate("1", "base", prompt="hi", stream=False))

@@ -160,9 +160,11 @@ def later_samples() -> dict[str, msgspec.Struct]:
     assert isinstance(generate, messages.Generate)
     assert isinstance(finished, messages.Finished)
     report = msgspec.structs.replace(finished.report, inputs=inputs)
+    counted = msgspec.structs.replace(finished.report, tokens_cached=16, tokens_loaded=16, tokens_computed=18)
     return {
         "generate ttft_slo_s": msgspec.structs.replace(generate, reuse=messages.Reuse.OWN, ttft_slo_s=0.5),
         "finished inputs": msgspec.structs.replace(finished, report=report),
+        "finished tokens_cached": msgspec.structs.replace(finished, report=counted),
     }
 
 
@@ -220,8 +222,8 @@ def test_golden_frames_of_later_fields(name: str) -> None:
     assert as_old(new, old) == old
 
 
-@pytest.mark.parametrize("kind", [messages.DecisionInputs, messages.Alternative])
-def test_the_document_names_every_field_of_a_decision(kind: Any) -> None:
+@pytest.mark.parametrize("kind", [messages.DecisionInputs, messages.Alternative, messages.ReuseReport])
+def test_the_document_names_every_field_of_a_report(kind: Any) -> None:
     words = set(re.findall(r"[a-z0-9_]+", DOCUMENT.read_text(encoding="utf-8")))
     assert {field.encode_name for field in msgspec.structs.fields(kind)} <= words
 

@@ -95,7 +95,7 @@ def test_requests_that_do_not_fit_together(shared: SharedEngine) -> None:
 
 def assert_tokens_only(run: Run, name: str) -> None:
     import oracle
-    from check_engine import Tally, assert_tokens
+    from check_engine import Tally, assert_each_token_counted_once, assert_tokens
 
     model, token_ids, plan, seed = run.submitted[name]
     heard = run.recorder.of(name)
@@ -104,6 +104,7 @@ def assert_tokens_only(run: Run, name: str) -> None:
     tally = Tally()
     assert_tokens(heard, choices, logits, tally)
     tally.close()
+    assert_each_token_counted_once(heard, plan)
 
 
 def test_waiting_requests_get_the_blocks_of_unread_answers(shared: SharedEngine) -> None:
@@ -138,6 +139,17 @@ def test_what_the_cache_serves_is_not_counted_as_computed(shared: SharedEngine) 
     assert second.computed_positions == sum(range(whole, LONG)) * NUM_LAYERS
 
 
+def test_a_request_that_may_reuse_nothing_is_not_served_by_the_cache_either(shared: SharedEngine) -> None:
+    """`reuse: off`: it finds nothing, and nobody finds what it left."""
+    run = Run(Tagged(shared, "off"), shared.family.name)
+    for name, allowed in (("usual", True), ("off", False), ("off again", False), ("usual again", True)):
+        run.submit(name, LONG_PLANS["private"], sampling=greedy(3), taps=(), engine_cache=allowed)
+        run_until_idle(run.bench)
+        assert_tokens_only(run, name)
+    cached = {name: run.recorder.of(name).counters.cached_tokens for name in run.submitted}
+    assert cached == {"usual": 0, "off": 0, "off again": 0, "usual again": LONG // PAGE * PAGE}
+
+
 @pytest.mark.parametrize("name", ["partial", "exact", "token-wise"])
 def test_a_plan_again(shared: SharedEngine, name: str) -> None:
     """Cached blocks are neither written nor computed; the unaligned rest of the context is; the answer is the same."""
@@ -165,7 +177,8 @@ def test_a_load_that_is_cached_in_part(shared: SharedEngine) -> None:
     run_until_idle(run.bench)
     assert_tokens_only(run, "long")
     counters = run.recorder.of("long").counters
-    assert counters.cached_tokens == 2 * PAGE
+    counted = (counters.cached_tokens, counters.loaded_tokens, counters.computed_tokens)
+    assert counted == (2 * PAGE, LONG_CONTEXT - 2 * PAGE, LONG - LONG_CONTEXT)
     assert counters.computed_layer_tokens == 2 * (LONG_CONTEXT - 2 * PAGE) + NUM_LAYERS * (LONG - LONG_CONTEXT)
     assert counters.recomputed_layers == {0: {1, 2}}
 
