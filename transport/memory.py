@@ -14,7 +14,8 @@ class KVMemory:
     def __init__(self, layout: KVLayout, kv_bytes: int, e_bytes: int, transport: Transport) -> None:
         self.layout, self.transport = layout, transport
         num_slots, num_e_slots = kv_bytes // layout.kv_slot_bytes, e_bytes // layout.e_block_bytes
-        self.arena = Arena(layout, num_slots, num_e_slots)
+        # an engine's ranks may be other processes: they map it
+        self.arena = Arena(layout, num_slots, num_e_slots, shared=True)
         self.store = BlockStore(num_slots, num_e_slots, layout.num_layers)
         self.region = transport.register(self.arena.buffer)
 
