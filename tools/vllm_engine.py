@@ -47,7 +47,7 @@ def build_vllm(family: ResolvedFamily, models: tuple[str, ...], node: VllmNode) 
     loaded = {}
     for name in models:
         identity = family.models[name]
-        checkpoint, adapter = _weights(family, identity, models, node)
+        checkpoint, adapter = node_weights(family, identity, models, node)
         log.info("loading", engine="vllm", model=name, path=str(checkpoint), adapter=str(adapter or ""))
         has_tokenizer = (identity.path / "tokenizer.json").exists()
         tokenizer = load_tokenizer(identity.path) if has_tokenizer else None
@@ -69,7 +69,7 @@ def build_vllm(family: ResolvedFamily, models: tuple[str, ...], node: VllmNode) 
         raise ConfigError("vllm", f"vLLM refuses to start: {_one_line(error)}", "what this message asks for") from error
 
 
-def _weights(
+def node_weights(
     family: ResolvedFamily, identity: ModelIdentity, models: tuple[str, ...], node: VllmNode
 ) -> tuple[Path, Path | None]:
     """(checkpoint, adapter) that vLLM loads for a model: on a CPU the adapter of a node's only model is merged beforehand."""

@@ -145,7 +145,7 @@ def test_the_only_adapter_of_a_cpu_node_is_merged(
 def test_on_a_gpu_adapters_stay_adapters(folder: Path, tmp_path: Path) -> None:
     family = cluster(folder, tmp_path).families["fam"]
     node = VllmNode({}, "cuda", 0, tmp_path / "merged")
-    assert vllm_engine._weights(family, family.models["low"], ("low",), node) == (folder / "base", folder / "low")
+    assert vllm_engine.node_weights(family, family.models["low"], ("low",), node) == (folder / "base", folder / "low")
     assert not (tmp_path / "merged").exists()
 
 
