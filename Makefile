@@ -34,7 +34,7 @@ $(error ENGINE=$(ENGINE): no such engine (allowed: reference, vllm))
 endif
 INSTALLED := $(STAMP) $(if $(filter vllm,$(ENGINE)),$(VLLM_STAMP))
 
-.PHONY: help install demo example-agents test test-slow test-vllm check clean distclean
+.PHONY: help install demo example-agents test test-slow test-vllm test-gpu check clean distclean
 
 help:
 	@echo 'make demo       install into $(VENV), prepare the SmolLM2 family, run the agent workload on a cluster here'
@@ -45,6 +45,7 @@ help:
 	echo 'make test       the test suite (without the slow ones)'
 	echo 'make test-slow  tests on the real family: minutes each'
 	echo 'make test-vllm  the tests on vLLM, which is installed first'
+	echo 'make test-gpu   those that need a GPU, on the vLLM of $(VENV) (KVKIN_TORCH=keep KVKIN_VLLM=keep)'
 	echo 'make clean      remove caches, logs and build outputs'
 	echo 'make distclean  remove the venv and the converted model, too'
 	echo 'KVKIN_TORCH=torch==X installs another torch, KVKIN_TORCH=keep keeps the one in $(VENV). JOBS=N tests at once.'
@@ -111,6 +112,9 @@ test-slow: $(STAMP)
 # in one process: an engine takes as long to build as many of its tests, so the tests of a module share one
 test-vllm: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python -m pytest -q -m 'vllm and not gpu'
+
+test-gpu: $(STAMP) $(VLLM_STAMP)
+	$(BIN)/python -m pytest -q -m gpu
 
 check: $(STAMP)
 	$(BIN)/ruff check .

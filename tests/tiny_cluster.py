@@ -20,9 +20,10 @@ BASE, FULL, UPPER = "tiny-base", "tiny-full", "tiny-upper"
 SPLIT = 4
 
 
-def make_family(folder: Path) -> dict[str, Any]:
-    """Write the checkpoints below ``folder``; returns the ``families`` part of a cluster file."""
-    base = make_tiny("llama", folder / "base", num_layers=LAYERS, max_position_embeddings=2048)
+def make_family(folder: Path, **overrides: Any) -> dict[str, Any]:
+    """Write the checkpoints below ``folder``; returns the ``families`` part of a cluster file. ``overrides`` are config fields."""
+    fields = {"max_position_embeddings": 2048, **overrides}
+    base = make_tiny("llama", folder / "base", num_layers=LAYERS, **fields)
     full = make_tiny_lora(base, folder / "full", range(LAYERS), seed=1)
     upper = make_tiny_lora(base, folder / "upper", range(SPLIT, LAYERS), seed=2)
     return {

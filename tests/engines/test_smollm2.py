@@ -6,7 +6,6 @@ The oracle's receiver is plain transformers with the adapter added by hand (W + 
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,67 +16,29 @@ from check_engine import Geometry, Shape, Tally, run_case
 from engine_harness import computed, exact, greedy, partial, plan_of, token_wise
 from oracle import State
 from reference_bench import ReferenceBench
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from smollm2_models import ADAPTERS, LAYERS, adapter_path, add_adapter, base_folder, load, text_tokens
 
 from kvkin.engines.layer_ops import ReferenceOps
 from kvkin.engines.loading import load_model
 from kvkin.engines.reference import LoadedModel, ReferenceEngine
-from kvkin.kv.errors import ConfigError
 from kvkin.kv.plan import PlanKind
-from kvkin.tools.smollm2 import prepare_base
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).resolve().parents[2]
-LAYERS = 30
 SHARED = 12  # the lower layers that "upper" has from the base
 CONTEXT, TOTAL = 288, 309
 GEOMETRY = Geometry(16, 128, CONTEXT, TOTAL)
-ADAPTERS = ("smollm2-135m-qa", "smollm2-135m-code")
-
-
-def adapter_path(name: str) -> Path:
-    path = ROOT / "configs" / "models" / name
-    if not (path / "adapter_model.safetensors").is_file():
-        pytest.skip(f"the adapter {name} is not there; make it with kvkin finetune")
-    return path
 
 
 @pytest.fixture(scope="module")
 def base_path() -> Path:
-    try:
-        return prepare_base(ROOT)
-    except ConfigError as error:
-        pytest.skip(str(error))
+    return base_folder()
 
 
 @pytest.fixture(scope="module")
 def base(base_path: Path) -> Any:
     torch.set_num_threads(1)  # under load, a second thread costs more than it gives
     return load(base_path)
-
-
-def load(path: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
-    return model.eval().requires_grad_(False)
-
-
-def add_adapter(model: Any, path: Path) -> Any:
-    """The model with a LoRA adapter added, by its definition."""
-    model = copy.deepcopy(model)
-    config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
-    assert not config["use_dora"]
-    assert not config["rank_pattern"]
-    assert not config["alpha_pattern"]
-    scale = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
-    tensors = load_file(str(path / "adapter_model.safetensors"))
-    for name, down in tensors.items():
-        if ".lora_A." in name:
-            up = tensors[name.replace("lora_A", "lora_B")].float()
-            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-            model.get_submodule(module).weight += scale * (up @ down.float())
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +49,7 @@ def receiver(base: Any) -> Any:
 @pytest.fixture(scope="module")
 def token_ids(base_path: Path) -> list[int]:
     """288 tokens of a real text as the context, then an instruction."""
-    tokenizer = AutoTokenizer.from_pretrained(base_path)
-    text = (ROOT / "LICENSE").read_text(encoding="utf-8").split("TERMS AND CONDITIONS", 1)[1]
-    question = tokenizer("\nQuestion: What does the license say about patents?\nAnswer:").input_ids
-    ids = tokenizer(" ".join(text.split())).input_ids[: TOTAL - len(question)] + question
-    assert len(ids) == TOTAL
-    return ids
+    return text_tokens(base_path, TOTAL)
 
 
 @pytest.fixture(scope="module")
