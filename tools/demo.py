@@ -29,7 +29,7 @@ from kvkin.configs.schema import ClusterConfig, FamilyConfig, local_path
 from kvkin.configs.vllm_install import check_installed
 from kvkin.configs.vllm_rules import on_reference
 from kvkin.kv.errors import ConfigError
-from kvkin.tools.cluster_processes import ClusterProcesses, NodeProcess, NodeState, free_ports
+from kvkin.tools.cluster_processes import ClusterProcesses, free_ports
 from kvkin.tools.demo_view import record_view, summary, table
 from kvkin.tools.demo_workload import Names, Record, Step, run_workload, workload
 from kvkin.tools.local import status_until
@@ -37,6 +37,7 @@ from kvkin.tools.memory import PeakMemory
 from kvkin.tools.prepare import prepare_missing
 from kvkin.tools.router_address import DEFAULT_CONFIG
 from kvkin.tools.shared_cores import SHARED_CORES
+from kvkin.tools.start_view import SlowLines, narrate
 from kvkin.transport.client import AsyncClient
 
 EXIT_FAILED = 1
@@ -45,6 +46,7 @@ TIE = 1e-3
 # Beside the default cluster file: the same cluster on vLLM.
 VLLM_CONFIG = "local-vllm.yaml"
 REFERENCE_S = 600.0
+SCREEN_EVERY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,13 @@ async def run_demo(config: ClusterConfig, steps: list[Step], names: Names, out: 
 
 @contextlib.asynccontextmanager
 async def _running(cluster: ClusterProcesses, say: Callable[[str], None]) -> AsyncIterator[None]:
-    def changed(node: NodeProcess) -> None:
-        waiting = [each.name for each in cluster.nodes.values() if each.state is not NodeState.SERVING]
-        say(f"waiting for {', '.join(waiting)}" if waiting else "all nodes serve")
-
-    await cluster.start(changed)
+    telling = asyncio.create_task(narrate(cluster.nodes.values(), say, SCREEN_EVERY_S))
+    try:
+        await cluster.start()
+    finally:
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
+    say("all nodes serve")
     try:
         yield
     finally:
@@ -292,9 +296,9 @@ def _write(file: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def _activity(console: Console, first: str) -> Iterator[Callable[[str], None]]:
-    """What is being done right now: a spinner on a terminal, nothing elsewhere."""
+    """What is being done right now: a spinner on a terminal, elsewhere a line now and then."""
     if not sys.stdout.isatty():
-        yield lambda text: None
+        yield SlowLines(lambda text: console.print(text, markup=False))
         return
     with console.status(first) as status:
         yield status.update

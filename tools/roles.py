@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, overload
@@ -215,7 +217,7 @@ def serve_worker(config: ClusterConfig, name: str, ready_file: Path | None) -> i
     async def serve() -> None:
         stop = asyncio.Event()
         stop_on_signals(stop, name)
-        engine = await asyncio.to_thread(build_engine, family, node.models, vllm)
+        engine = await _built_or_stopped(lambda: build_engine(family, node.models, vllm), stop, name)
         worker = build_worker(settings, engine)
         log.info("serving", node=name, streams=worker.runtime.source_address, backend=settings.backend)
         write_ready_file(ready_file, worker.runtime.source_address)
@@ -226,3 +228,15 @@ def serve_worker(config: ClusterConfig, name: str, ready_file: Path | None) -> i
     # the collector's last look at all that torch and transformers consist of takes a second of CPU, for nothing
     gc.freeze()
     return 0
+
+
+async def _built_or_stopped(build: Callable[[], Engine], stop: asyncio.Event, name: str) -> Engine:
+    """The engine. Ends the process if ``stop`` is set before: compiling cannot be interrupted, and nothing is held yet."""
+    building = asyncio.ensure_future(asyncio.to_thread(build))
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait([building, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if not building.done():
+        log.info("stopped", node=name, when="starting")
+        os._exit(0)
+    stopping.cancel()
+    return building.result()

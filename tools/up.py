@@ -21,10 +21,12 @@ from rich.live import Live
 
 from kvkin.configs.loader import load_cluster
 from kvkin.configs.schema import ClusterConfig
+from kvkin.configs.vllm_install import check_installed
 from kvkin.kv.errors import KvkinError
-from kvkin.tools.cluster_processes import ClusterProcesses, NodeProcess, NodeState
+from kvkin.tools.cluster_processes import ClusterProcesses, NodeProcess, NodeState, local_nodes
 from kvkin.tools.cluster_view import up_view
 from kvkin.tools.prepare import prepare_missing
+from kvkin.tools.start_view import LINE_EVERY_S, narrate
 from kvkin.transport.client import AsyncClient
 from kvkin.transport.messages import StatusReply
 
@@ -54,6 +56,8 @@ class Up:
 
     def run(self) -> int:
         config = load_cluster(self.file)
+        # what cannot work on this host is said before processes are started
+        check_installed(config, self.nodes or local_nodes(config))
         prepare_missing(config)
         return asyncio.run(self._serve(config))
 
@@ -62,7 +66,9 @@ class Up:
         screen = _Screen(cluster, live=sys.stdout.isatty() and not self.plain)
         with _signals() as signals, screen.shown():
             starting = asyncio.create_task(cluster.start(screen.changed))
+            telling = asyncio.create_task(narrate(cluster.nodes.values(), screen.say, screen.every_s))
             await _first(starting, signals.stop)
+            telling.cancel()
             if not starting.done():
                 starting.cancel()
                 await asyncio.gather(starting, return_exceptions=True)
@@ -160,6 +166,7 @@ class _Screen:
         self._cluster = cluster
         self._console = Console(highlight=False, soft_wrap=not live)
         self._live = Live(console=self._console, auto_refresh=False, transient=False) if live else None
+        self.every_s = STATUS_S if live else LINE_EVERY_S
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:

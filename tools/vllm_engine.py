@@ -7,6 +7,7 @@ minute: neither happens here before the engine is built.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,7 @@ def prepare_environment(node: VllmNode) -> None:
 def build_vllm(family: ResolvedFamily, models: tuple[str, ...], node: VllmNode) -> Engine:
     """Load ``models`` (one checkpoint and adapters of it) and start a vLLM engine on them. Raises ConfigError for what vLLM refuses."""
     prepare_environment(node)
+    log.info("importing vLLM")
     from kvkin.engines.text import load_tokenizer
     from kvkin.engines.vllm.engine import VllmEngine, VllmModel
 
@@ -54,8 +56,11 @@ def build_vllm(family: ResolvedFamily, models: tuple[str, ...], node: VllmNode) 
         loaded[name] = VllmModel(
             checkpoint, adapter, tokenizer, frozenset(identity.eos_ids), lineage_id=identity.lineage.id
         )
+    compiles = not node.options.get("enforce_eager")
+    log.info("starting vLLM, which compiles the model: minutes" if compiles else "starting vLLM")
+    started = time.monotonic()
     try:
-        return VllmEngine(
+        engine = VllmEngine(
             loaded,
             block_size=family.layout.block_size,
             chunk_tokens=family.config.chunk_tokens,
@@ -67,6 +72,8 @@ def build_vllm(family: ResolvedFamily, models: tuple[str, ...], node: VllmNode) 
     # vLLM's own checks of its arguments against each other, the model and the machine
     except (ValueError, NotImplementedError) as error:
         raise ConfigError("vllm", f"vLLM refuses to start: {_one_line(error)}", "what this message asks for") from error
+    log.info("vLLM runs", models=list(loaded), s=round(time.monotonic() - started, 1))
+    return engine
 
 
 def node_weights(
@@ -83,7 +90,10 @@ def node_weights(
 
     # the digest covers everything that the model computes, so the folder of other weights has another name
     name = f"{identity.name.replace('/', '_')}-{identity.logits_digest.hex()[:16]}-{family.compute_dtype}"
-    return merged_checkpoint(identity.path, identity.adapter_path, node.merged_path / name, family.compute_dtype), None
+    folder = node.merged_path / name
+    if not folder.exists():
+        log.info("merging the adapter into a copy of the checkpoint", model=identity.name, folder=str(folder))
+    return merged_checkpoint(identity.path, identity.adapter_path, folder, family.compute_dtype), None
 
 
 def _one_line(error: Exception) -> str:
