@@ -109,9 +109,9 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m 'slow and not gpu and not vllm'
 
-# in one process: an engine takes as long to build as many of its tests, so the tests of a module share one
+# the tests of a module share an engine, which takes as long to build as many of them; whoever comes first imports vLLM as well
 test-vllm: $(STAMP) $(VLLM_STAMP)
-	$(BIN)/python -m pytest -q -m 'vllm and not gpu'
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --max-worker-restart 0 --timeout 400 -m 'vllm and not gpu'
 
 test-gpu: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python -m pytest -q -m gpu
