@@ -146,6 +146,16 @@ def test_poisson_gaps_are_exponential() -> None:
     assert arrivals("poisson", 4.0, None, 9, "s") != arrivals("poisson", 4.0, None, 9, "t")
 
 
+@given(rates, st.integers(1, 40), st.text(max_size=4))
+def test_a_counted_poisson_process_keeps_its_rate(rate: float, limit: int, seed: str) -> None:
+    """Few arrivals of a free process would make a point of another rate than the one it is named after."""
+    found = arrivals("poisson", rate, None, limit, seed)
+    assert len(found.times_s) == limit
+    assert found.horizon_s == limit / rate
+    assert found.times_s[0] > 0
+    assert found.times_s[-1] < found.horizon_s
+
+
 # --- models and spans ----------------------------------------------------------------------------------------------------
 
 
