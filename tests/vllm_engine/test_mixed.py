@@ -34,6 +34,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]
 
 BLOCK = 16
 PREFILL, DECODE, SPARE = "prefill-0", "decode-0", "decode-spare"
+TWIN = "tiny-twin"  # FULL under another name, on both kinds of decode nodes
 VLLM = {"enforce_eager": True, "kv_cache_memory_bytes": "64MiB", "max_num_batched_tokens": 512, "max_num_seqs": 8}
 TOKENS = 8
 
@@ -41,6 +42,7 @@ TOKENS = 8
 def write_cluster(folder: Path, nodes: dict[str, Any]) -> Path:
     """A family whose heads vLLM's CPU attention takes; every reuse that saves a layer is worth it."""
     family = make_family(folder, **WIDE)
+    family["tiny"]["models"][TWIN] = family["tiny"]["models"][FULL]
     family["tiny"] |= {"chunk_tokens": 64, "compute_dtype": "float32", "device": "cpu", "vllm": VLLM}
     client_port, node_port = free_ports(2)
     small = {"kv_bytes": "24MiB", "e_bytes": "24MiB", "threads": 1, "port": 0}
@@ -64,11 +66,11 @@ def write_cluster(folder: Path, nodes: dict[str, Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def vllm_decodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """Reference prefill; both fine-tunes on vLLM as adapters of one engine, one of them on the reference engine as well."""
+    """Reference prefill; the fine-tunes on vLLM as adapters of one engine, one of them on the reference engine as well."""
     nodes = {
         PREFILL: {"role": "prefill", "models": [BASE], "engine": "reference"},
-        DECODE: {"role": "decode", "models": [FULL, UPPER], "engine": "vllm", "max_running": 6},
-        SPARE: {"role": "decode", "models": [UPPER], "engine": "reference", "max_running": 6},
+        DECODE: {"role": "decode", "models": [FULL, UPPER, TWIN], "engine": "vllm", "max_running": 6},
+        SPARE: {"role": "decode", "models": [TWIN], "engine": "reference", "max_running": 6},
     }
     folder = tmp_path_factory.mktemp("vllm_decodes")
     with live_cluster(folder, "tcp", write_cluster(folder, nodes)) as cluster:
@@ -131,7 +133,7 @@ def assert_reused(
     answer: Finished, ids: tuple[int, ...], kind: PlanKind, quality: Quality, group: tuple[int, int]
 ) -> None:
     report, context = answer.report, (len(ids) - 1) // BLOCK * BLOCK
-    assert (report.fallback, report.kind, report.quality) == ("", kind, quality), report
+    assert (answer.node, report.fallback, report.kind, report.quality) == (DECODE, "", kind, quality), report
     assert report.sources == (PREFILL,)
     assert report.segments[0].group == group
     assert (report.tokens_reused, report.layers_recomputed) == (context, group[1] - group[0])
@@ -170,7 +172,7 @@ def test_a_vllm_node_that_is_killed_costs_only_its_own_requests(vllm_decodes: Li
     """What was streamed fails and may be retried; what nobody has seen anything of runs again on the reference engine."""
     cluster = vllm_decodes
     unseen = prompt(3, 80)
-    expected = cluster.expected(UPPER, unseen, 200)
+    expected = cluster.expected(TWIN, unseen, 200)
     retries = cluster.client.status().counters.get("retries", 0)
 
     def on_vllm(status: StatusReply) -> int:
@@ -184,7 +186,7 @@ def test_a_vllm_node_that_is_killed_costs_only_its_own_requests(vllm_decodes: Li
         while on_vllm(cluster.client.status()) < 2:
             assert len(quiet) < 10, "none of them came to the vLLM node"
             asked = {"token_ids": unseen, "stream": False, "sampling": greedy(200), "reuse": "off", "publish": False}
-            quiet.append(stack.enter_context(cluster.client.stream(UPPER, **asked)))
+            quiet.append(stack.enter_context(cluster.client.stream(TWIN, **asked)))
             started = len(quiet) + 1
             cluster.until(
                 lambda status, all_=started: (
@@ -201,6 +203,6 @@ def test_a_vllm_node_that_is_killed_costs_only_its_own_requests(vllm_decodes: Li
             answer = each.finish()
             assert (answer.token_ids, answer.node) == (expected, SPARE)
     assert cluster.client.status().counters["retries"] > retries
-    assert_answer(cluster, UPPER, unseen, cluster.ask(UPPER, unseen, TOKENS, reuse="exact"))
+    assert_answer(cluster, TWIN, unseen, cluster.ask(TWIN, unseen, TOKENS, reuse="off", publish=False))
     cluster.restart(DECODE)
     check_both_plans(cluster, 5)
