@@ -9,6 +9,7 @@ import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvkin.configs.attached import check_attached
 from kvkin.configs.convert import child_key, suggest
 from kvkin.configs.schema import ClusterConfig, FamilyConfig, NodeConfig, RouterNode, TimeoutsConfig, local_path
 from kvkin.configs.vllm_rules import check_vllm, vllm_warnings
@@ -33,12 +34,14 @@ def check_cluster(config: ClusterConfig) -> None:
     _check_ports(config)
     _check_timeouts(config.timeouts)
     check_vllm(config)
+    check_attached(config)
 
 
 def cluster_warnings(config: ClusterConfig) -> list[str]:
     """What works but is probably not meant, one sentence each."""
     warnings = []
-    served = {model for node in config.decode_nodes.values() for model in node.models}
+    answering = [*config.decode_nodes.values(), *config.attached.values()]
+    served = {model for node in answering for model in node.models}
     prefilled = {config.family_of(model) for node in config.prefill_nodes.values() for model in node.models}
     warnings += _wire_warnings(config) + vllm_warnings(config)
     for name, prefill in config.prefill_nodes.items():
@@ -56,7 +59,7 @@ def cluster_warnings(config: ClusterConfig) -> list[str]:
                 warnings.append(f"{key}: no decode node serves this model, so clients cannot ask it")
         if name not in prefilled:
             key = child_key("families", name)
-            warnings.append(f"{key}: no prefill node; contexts are shared only between decode nodes")
+            warnings.append(f"{key}: no prefill node; contexts are shared only between the nodes that answer")
         key = child_key(child_key("families", name), "recompute_groups")
         pairs = [(entry.sender, entry.receiver) for entry in family.recompute_groups]
         warnings += [
@@ -70,7 +73,9 @@ def cluster_warnings(config: ClusterConfig) -> list[str]:
 def _wire_warnings(config: ClusterConfig) -> list[str]:
     """``ucx`` between hosts needs RDMA; whether this host has it says the kernel, of the others nothing is known."""
     workers = {
-        node.host for node in (config.prefill_nodes | config.decode_nodes).values() if not is_loopback(node.host)
+        node.host
+        for node in (config.prefill_nodes | config.decode_nodes | config.attached).values()
+        if not is_loopback(node.host)
     }
     if config.transport.backend != "ucx" or len(workers) < 2 or any(RDMA_DEVICES.glob("*")):
         return []

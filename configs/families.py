@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from kvkin.configs.architectures import Geometry
+from kvkin.configs.attached import check_attached_family
 from kvkin.configs.checkpoints import ModelIdentity, read_model
 from kvkin.configs.checks import check_profiles_folder, cluster_warnings, is_loopback
 from kvkin.configs.convert import child_key, suggest
@@ -128,6 +129,7 @@ def resolve_cluster(config: ClusterConfig, *, progress: Progress | None = None) 
     remote = any(not is_loopback(node.host) for node in config.nodes.values())
     for name, family in families.items():
         check_vllm_family(config, family)
+        check_attached_family(config, family)
         _check_quantised(config, family)
         warnings += family.warnings
         if remote and "auto" in (family.config.device, family.config.compute_dtype):

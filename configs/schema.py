@@ -151,7 +151,23 @@ class DecodeNode(_Node, frozen=True, tag="decode", kw_only=True):
     max_running: Count = 8
 
 
-NodeConfig = RouterNode | PrefillNode | DecodeNode
+class AttachedNode(_Node, frozen=True, tag="attached", kw_only=True):
+    """A plain ``vllm serve`` with kvkin's connector (docs/vllm.md): it takes requests from its own clients, reuses the family's KV
+    for them and leaves its own to the family. kvkin does not start it; its engine arguments are on its command line."""
+
+    # Port at which peers open layer streams; 0: any free port.
+    port: PortOrAny
+    # Models that it serves, all of one family: one checkpoint, and LoRA adapters of it.
+    models: tuple[str, ...]
+    # Port of the data plane with backend tcp; 0: any free port. Firewalls want a fixed one.
+    data_port: PortOrAny = 0
+    # Host memory for KV blocks, registered at start. Pulled KV lands here, and what others may pull lies here.
+    kv_bytes: Bytes = 1 << 30
+    # Host memory for E blocks, registered at start.
+    e_bytes: Bytes = 256 << 20
+
+
+NodeConfig = RouterNode | PrefillNode | DecodeNode | AttachedNode
 WorkerNode = PrefillNode | DecodeNode
 
 
@@ -280,6 +296,8 @@ class TimeoutsConfig(_Section, frozen=True):
     drain_s: Seconds = 30.0
     # A whole request, unless the client sets a shorter deadline.
     request_s: Seconds = 600.0
+    # An attached server's question for a plan; without an answer by then it computes the prompt itself.
+    plan_s: Seconds = 2.0
     # A node's registration with the router, snapshot included.
     register_s: Seconds = 10.0
     # Start of a node: load weights, register memory.
@@ -330,6 +348,11 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
     @property
     def decode_nodes(self) -> dict[str, DecodeNode]:
         return {name: node for name, node in self.nodes.items() if isinstance(node, DecodeNode)}
+
+    @property
+    def attached(self) -> dict[str, AttachedNode]:
+        """Plain vLLM servers with kvkin's connector."""
+        return {name: node for name, node in self.nodes.items() if isinstance(node, AttachedNode)}
 
     def family_of(self, model: str) -> str | None:
         """Name of the family that has ``model``; None if no family has it."""

@@ -12,7 +12,15 @@ from kvkin.kv.cost import CostSettings
 from kvkin.kv.errors import ConfigError
 from kvkin.router.drift_bounds import drift_settings
 from kvkin.router.policy_types import GroupChoice, PolicySettings
-from kvkin.router.settings import FamilySettings, Limits, ModelSettings, NodeSettings, RouterSettings, Timeouts
+from kvkin.router.settings import (
+    ATTACHED,
+    FamilySettings,
+    Limits,
+    ModelSettings,
+    NodeSettings,
+    RouterSettings,
+    Timeouts,
+)
 from kvkin.transport.messages import PairGroup, PairStatus
 
 # A status reply tells of so many pairs: fifty adapters make 2,450.
@@ -101,7 +109,10 @@ def _models(family: ResolvedFamily) -> list[ModelSettings]:
 
 def _nodes(config: ClusterConfig) -> Mapping[str, NodeSettings]:
     prefill = {name: NodeSettings(name, "prefill", node.models) for name, node in config.prefill_nodes.items()}
-    return prefill | {name: NodeSettings(name, "decode", node.models) for name, node in config.decode_nodes.items()}
+    decode = {name: NodeSettings(name, "decode", node.models) for name, node in config.decode_nodes.items()}
+    return (
+        prefill | decode | {name: NodeSettings(name, ATTACHED, node.models) for name, node in config.attached.items()}
+    )
 
 
 def _limits(config: ClusterConfig) -> Limits:

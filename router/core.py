@@ -36,6 +36,7 @@ from kvkin.router.index import PrefixIndex
 from kvkin.router.membership import LEFT, Fact, HoldingsInOrder, Membership, NodeJoined, NodeLost, Tell
 from kvkin.router.outbox import Outbox
 from kvkin.router.planning import Choose
+from kvkin.router.questions import Questions
 from kvkin.router.requests import Failure, Phase
 from kvkin.router.serving import Serving
 from kvkin.router.settings import RouterSettings, family_views
@@ -53,6 +54,7 @@ from kvkin.transport.messages import (
     StatusReply,
 )
 from kvkin.transport.node_messages import (
+    AskPlan,
     Done,
     DriftSample,
     Failed,
@@ -62,6 +64,7 @@ from kvkin.transport.node_messages import (
     Leave,
     NodeToRouter,
     OrderDone,
+    PlanDone,
     Refused,
     Register,
 )
@@ -92,6 +95,7 @@ class RouterCore:
         logits = {name: model.logits_digest for name, model in settings.models.items()}
         self.drift = DriftWatch(settings.drift, family_views(settings), switched_off, started_at, logits)
         self.serving = Serving(settings, self._out, self.membership, self.index, new_id, choose, stopwatch, self.drift)
+        self.questions = Questions(settings, self._out, self.membership, self.serving, new_id)
         self._pinged_at: dict[bytes, float] = {}
         self._stopped = False
 
@@ -215,6 +219,8 @@ class RouterCore:
         )
 
     def _prepared(self, event: PromptReady | PromptFailed) -> None:
+        if self.questions.prepared(event):
+            return
         request = self.serving.requests.get(event.request_id)
         if request is None:  # cancelled, expired or its client gone in the meantime
             return
@@ -243,11 +249,13 @@ class RouterCore:
                     self._drifted(peer, message)
                 else:
                     self._apply(membership.stranger(peer, None, now))
-            case Generated() | Done() | Failed() | OrderDone():
-                if membership.alive(peer, now):
-                    self.serving.node_said(peer, message)
-                else:
+            case Generated() | Done() | Failed() | OrderDone() | AskPlan() | PlanDone():
+                if not membership.alive(peer, now):
                     self._apply(membership.stranger(peer, None, now))
+                elif isinstance(message, AskPlan | PlanDone):
+                    self.questions.node_said(peer, message)
+                else:
+                    self.serving.node_said(peer, message)
 
     def _drifted(self, peer: bytes, sample: DriftSample) -> None:
         member = self.membership.member_of(peer)
@@ -293,6 +301,7 @@ class RouterCore:
                     self._out.note(level, "node lost", node=fact.node, reason=fact.reason)
                     self.index.drop_node(fact.node)
                     self.serving.node_lost(fact)
+                    self.questions.node_lost(fact)
                 case HoldingsInOrder():
                     apply = self.index.apply_snapshot if fact.snapshot else self.index.apply_delta
                     apply(fact.node, fact.holdings)
@@ -304,6 +313,7 @@ class RouterCore:
         self._apply(self.membership.tick(now))
         for client in [one for one, at in self._pinged_at.items() if now - at > timeouts.client_dead_s]:
             self._client_lost(client, "the client fell silent")
+        self.questions.tick()
         for order in self.serving.orders.expired(now):
             self.serving.expire(order)
         for request in list(self.serving.requests.values()):

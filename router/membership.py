@@ -16,7 +16,7 @@ import msgspec
 from kvkin.kv.cost import NodeRates
 from kvkin.router.holdings_order import HoldingsOrder, well_formed
 from kvkin.router.policy_types import NodeView
-from kvkin.router.settings import RouterSettings
+from kvkin.router.settings import ATTACHED, RouterSettings
 from kvkin.transport.messages import PROTOCOL_VERSION, NodeLoad, NodeStatus
 from kvkin.transport.node_messages import (
     Heartbeat,
@@ -29,6 +29,8 @@ from kvkin.transport.node_messages import (
     SnapshotWanted,
 )
 
+# What a node may be.
+ROLES = ("prefill", "decode", ATTACHED)
 # Reason of a loss that is none: the node said goodbye.
 LEFT = "left"
 # Superseded incarnations and unknown peers that are remembered.
@@ -337,8 +339,8 @@ class Membership:
             return Refused("version", f"the node speaks protocol {message.version}, this router {PROTOCOL_VERSION}")
         if (message.node, message.incarnation) in self._superseded:
             return Refused("superseded", f"another process serves as {message.node} now")
-        if message.role not in ("prefill", "decode"):
-            return Refused("role", f"role {message.role!r} (allowed: prefill, decode)")
+        if message.role not in ROLES:
+            return Refused("role", f"role {message.role!r} (allowed: {', '.join(ROLES)})")
         configured = self._settings.nodes.get(message.node)
         if self._settings.nodes and (configured is None or configured.role != message.role):
             return Refused("unknown_node", f"no {message.role} node {message.node!r} in this cluster's configuration")

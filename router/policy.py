@@ -59,7 +59,7 @@ def choose(
     """The best plan within the request's quality bound. Raises NodeUnavailable if no decode node can run the model."""
     family = view.families[request.family]
     desk = Desk(request, facts_of(request.model, request.lineage, family), view.nodes, settings)
-    receivers = [Receiver(node, desk) for node in _receiving(request.model, view.nodes)]
+    receivers = [Receiver(node, desk) for node in _receiving(request, view.nodes)]
     if request.reuse is Reuse.OFF or desk.max_blocks == 0:
         receiver = min(receivers, key=lambda one: desk.alone_s(one, 0))
         why = "reuse is off" if request.reuse is Reuse.OFF else "the prompt is shorter than one block"
@@ -81,7 +81,11 @@ def choose(
     return _decision(desk, search.weighed, best)
 
 
-def _receiving(model: str, nodes: Mapping[str, NodeView]) -> list[NodeView]:
+def _receiving(request: PolicyRequest, nodes: Mapping[str, NodeView]) -> list[NodeView]:
+    """Nodes that may run the request: those of its model, or the one that asks for itself, busy or not."""
+    model = request.model
+    if request.receiver:
+        return [nodes[request.receiver]]
     serving = [node for node in nodes.values() if node.role == "decode" and model in node.models]
     usable = [node for node in serving if node.usable]
     if not usable:

@@ -25,6 +25,7 @@ class PolicyRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``num_blocks`` is how many full blocks were hashed. ``share_hint`` is how many later requests are expected to start with
     this prompt (negative: unknown). ``fan_out`` is what the index has seen: (blocks, decayed number of other requests of the
     family that passed them), by rising blocks. ``order_id`` is a fresh id for the one prefill order that the decision may hold.
+    ``receiver`` is the attached server that asks for itself (empty: any decode node of the model may answer).
     ``deadline_s`` is the time left until the client's deadline, ``slo_s`` that until its target for the first token (none: no
     target; at most 0: missed already).
     """
@@ -44,10 +45,11 @@ class PolicyRequest(msgspec.Struct, frozen=True, kw_only=True):
     order_id: str = ""
     deadline_s: float | None = None
     slo_s: float | None = None
+    receiver: str = ""
 
 
 class NodeView(msgspec.Struct, frozen=True):
-    """A node as the router sees it now. ``role`` is ``prefill`` or ``decode``; ``rates`` hold its decaying load signals."""
+    """A node as the router sees it now. ``role`` is ``prefill``, ``decode`` or ``attached``; ``rates`` hold its decaying load signals."""
 
     name: str
     role: str

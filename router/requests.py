@@ -51,8 +51,11 @@ class Failure:
 class Request:
     """A running request. Times are the core's clock, in seconds."""
 
-    def __init__(self, request_id: str, client: bytes, message: Generate, now: float, deadline_at: float) -> None:
-        self.request_id, self.client, self.message = request_id, client, message
+    def __init__(
+        self, request_id: str, client: bytes, message: Generate, now: float, deadline_at: float, receiver: str = ""
+    ) -> None:
+        """``receiver`` is the attached server that has the request already (empty: the policy chooses a node)."""
+        self.request_id, self.client, self.message, self.receiver = request_id, client, message, receiver
         self.received_at, self.deadline_at = now, deadline_at
         self.phase = Phase.PREPARING
         self.prompt: Prompt | None = None

@@ -15,6 +15,9 @@ from kvkin.router.drift_types import DriftSettings
 from kvkin.router.policy_types import FamilyView, GroupChoice, PolicySettings
 from kvkin.transport.messages import PairStatus
 
+ATTACHED = "attached"
+"""Role of a server that takes its requests itself and asks for plans."""
+
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One model that clients may ask for. ``tokenizer_dir`` holds tokenizer.json; without a template only text and ids work.
@@ -50,7 +53,7 @@ class FamilySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeSettings(msgspec.Struct, frozen=True):
-    """A prefill or decode node of the configuration: what may register under this name."""
+    """A prefill node, decode node or attached server of the configuration: what may register under this name."""
 
     name: str
     role: str

@@ -271,6 +271,4 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
 NodeToRouter = (
     Register | Holdings | Heartbeat | Generated | Done | Failed | OrderDone | DriftSample | Leave | AskPlan | PlanDone
 )
-RouterToNode = (
-    Registered | Refused | SnapshotWanted | Execute | Abort | PrefillOrder | Drain | Planned | PlanRefused
-)
+RouterToNode = Registered | Refused | SnapshotWanted | Execute | Abort | PrefillOrder | Drain | Planned | PlanRefused

@@ -115,6 +115,8 @@ def samples() -> dict[str, msgspec.Struct]:
         node_messages.Failed("r-1", "capacity", "full", True),
         node_messages.OrderDone("order-1", 48, 16, 0.5),
         node_messages.DriftSample("r-1", b"l" * 16, (drifted,), True, 0.75, 0.25, 8, True),
+        node_messages.AskPlan("q-1", "qa", (1, 2, 3), messages.Reuse.ANY, 0.1, False, 2.0, 5.0),
+        node_messages.PlanDone("q-1", 50, 32, "lease over"),
         node_messages.Leave("inc"),
         node_messages.Registered("router-0", "inc", 1.0),
         node_messages.Refused("lineage", "other weights"),
@@ -124,6 +126,8 @@ def samples() -> dict[str, msgspec.Struct]:
         ),
         node_messages.Abort("r-1", "cancelled"),
         node_messages.PrefillOrder("order-1", "base", (1, 2, 3), b"r" * 16, 60.0, True),
+        node_messages.Planned("q-1", b"r" * 16, plan, {"prefill-0": "tcp://127.0.0.1:2"}),
+        node_messages.PlanRefused("q-1", "unknown_model", "not here"),
         node_messages.Drain(),
         stream_messages.OpenStream(
             1, "s-1", "decode-0", 0, b"y" * 16, b"p" * 16, (b"b" * 16,), 16, (0, 1), 1, 4, "order-1", 2.0
