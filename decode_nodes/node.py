@@ -32,7 +32,7 @@ from kvkin.decode_nodes.core import (
     Tick,
 )
 from kvkin.decode_nodes.drift_checks import DriftChecks
-from kvkin.decode_nodes.publication import Publisher
+from kvkin.decode_nodes.publication import Publisher, SpaceRows
 from kvkin.decode_nodes.report import fallback_plan, reuse_report, timings
 from kvkin.decode_nodes.sources import PlanSources
 from kvkin.engines.api import Counters, Engine, EngineRequest, Result
@@ -192,7 +192,7 @@ class DecodeNode:
             code = error.code if isinstance(error, KvkinError) else "invalid_request"
             self._loop.call_soon(self._do, EngineFailed(execute.request_id, code, str(error), False))
             return
-        running.publisher = Publisher(self.runtime, self._engine, execute.model, execute.root)
+        running.publisher = Publisher(self.runtime, execute.model, execute.root)
         self._pull(running)
 
     def _pull(self, running: Running) -> None:
@@ -239,7 +239,8 @@ class DecodeNode:
 
     async def _publish(self, running: Running, tokens: tuple[int, ...], space: Space) -> None:
         assert running.publisher is not None
-        await running.publisher.publish(tokens, running.plan, running.sources[-1].scratch, space)
+        rows = SpaceRows(self._engine, self.runtime.memory.arena, space)
+        await running.publisher.publish(tokens, running.plan, running.sources[-1].scratch, rows)
         self._stop_sources(running)
 
     async def _complete(self, running: Running) -> None:

@@ -263,9 +263,10 @@ class ClusterProcesses:
 
 
 def local_nodes(config: ClusterConfig) -> list[str]:
-    """Nodes whose ``host`` is an address of this machine."""
+    """Nodes whose ``host`` is an address of this machine, without attached servers: others start those."""
     own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
     here = [name for name, node in config.nodes.items() if is_loopback(node.host) or node.host in own]
+    here = [name for name in here if name not in config.attached]
     if not here:
         hosts = ", ".join(sorted({node.host for node in config.nodes.values()}))
         raise ConfigError("nodes", f"none is on this host; the file names {hosts}", "run this on one of them")
@@ -315,6 +316,8 @@ def _known(config: ClusterConfig, names: Collection[str]) -> list[str]:
     for name in names:
         if name not in config.nodes:
             raise ConfigError(child_key("nodes", name), "no such node", suggest(name, config.nodes))
+        if name in config.attached:
+            raise ConfigError(child_key("nodes", name), "is an attached server", "vllm serve starts it (docs/vllm.md)")
     return [name for name in config.nodes if name in names]
 
 

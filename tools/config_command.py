@@ -160,9 +160,9 @@ def _family_table(cluster: ResolvedCluster, family: ResolvedFamily) -> Table:
     for column in ("model", "weights", "KV shared with base", "E shared up to", "template", "served by"):
         table.add_column(column, overflow="fold")
     served: dict[str, list[str]] = {}
-    for name, node in (cluster.config.prefill_nodes | cluster.config.decode_nodes).items():
+    for name, node in (cluster.config.prefill_nodes | cluster.config.decode_nodes | cluster.config.attached).items():
         for served_model in node.models:
-            engine = "" if node_engine(cluster.config, name) == "reference" else " (vllm)"
+            engine = _engine_of(cluster.config, name)
             served.setdefault(served_model, []).append(f"{name}{engine}")
     for name, model in family.models.items():
         depth = shared_depth(model.lineage, base.lineage)
@@ -177,6 +177,12 @@ def _family_table(cluster: ResolvedCluster, family: ResolvedFamily) -> Table:
             ", ".join(served.get(name, [])) or "nobody",
         )
     return table
+
+
+def _engine_of(config: ClusterConfig, name: str) -> str:
+    if name in config.attached:
+        return " (vllm serve)"
+    return "" if node_engine(config, name) == "reference" else " (vllm)"
 
 
 class _Progress:
