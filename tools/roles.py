@@ -25,8 +25,8 @@ from kvkin.configs.schema import ClusterConfig, DecodeNode, PrefillNode, RouterN
 from kvkin.configs.vllm_node import VllmNode, vllm_node
 from kvkin.decode_nodes.drift_records import FOLDER
 from kvkin.kv.errors import ConfigError
-from kvkin.transport.node_messages import ServedModel
 from kvkin.transport.node_runtime import CheckSettings, NodeSettings, stop_on_signals, write_ready_file
+from kvkin.transport.node_settings import node_settings
 
 if TYPE_CHECKING:
     from kvkin.decode_nodes.node import DecodeNode as DecodeServer
@@ -45,46 +45,14 @@ def worker_settings(config: ClusterConfig, family: ResolvedFamily, name: str) ->
     """Everything that the worker ``name`` needs to know of the cluster."""
     node = config.nodes[name]
     assert isinstance(node, Worker)
-    times, transport = config.timeouts, config.transport
-    served = tuple(
-        ServedModel(model, family.name, family.models[model].lineage, family.tokenizer_digest) for model in node.models
+    drift = config.drift
+    checks = CheckSettings(
+        idle_s=drift.idle_s,
+        max_pending=drift.max_pending,
+        record=config.state_path / FOLDER if drift.record else None,
+        record_bytes=drift.record_bytes,
     )
-    return NodeSettings(
-        name=name,
-        role="prefill" if isinstance(node, PrefillNode) else "decode",
-        family=family.name,
-        host=node.host,
-        bind_host=node.bind_host,
-        port=node.port,
-        models=served,
-        layout=family.layout,
-        transition_layers=family.transition_layers,
-        chunk_tokens=family.config.chunk_tokens,
-        context_half_tokens=config.router.policy.context_half_tokens,
-        kv_bytes=node.kv_bytes,
-        e_bytes=node.e_bytes,
-        routers=tuple(f"tcp://{router.host}:{router.node_port}" for router in config.routers.values()),
-        backend=transport.backend,
-        data_port=node.data_port,
-        insecure=transport.insecure,
-        quarantine_max_bytes=transport.quarantine_max_bytes,
-        pull_window_bytes=transport.pull_window_bytes,
-        lease_s=times.lease_s,
-        lease_grace_s=times.lease_grace_s,
-        heartbeat_s=times.heartbeat_s,
-        pull_s=times.pull_s,
-        open_stream_s=times.open_stream_s,
-        order_s=times.order_s,
-        drain_s=times.drain_s,
-        max_running=node.max_running if isinstance(node, DecodeNode) else 1,
-        max_queue=config.limits.max_queue,
-        checks=CheckSettings(
-            idle_s=config.drift.idle_s,
-            max_pending=config.drift.max_pending,
-            record=config.state_path / FOLDER if config.drift.record else None,
-            record_bytes=config.drift.record_bytes,
-        ),
-    )
+    return node_settings(config, family, name, checks)
 
 
 @overload
