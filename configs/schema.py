@@ -82,6 +82,9 @@ class FamilyConfig(_Section, frozen=True, kw_only=True):
     # Measured pairs: a folder whose *.json files ``kvkin profile`` wrote, or a list of such files. Profiles are used where their
     # models are unchanged, and only they admit approximate reuse under ``reuse: bounded``. None: no pair is profiled.
     profiles: str | tuple[str, ...] = ()
+    # Milliseconds that a step of vLLM may wait for the last layers of a pulled context, on nodes where no other request runs. If they do
+    # not come, the step was in vain. 0: contexts are complete before vLLM computes the rest of a prompt.
+    sync_wait_ms: Annotated[float, Meta(ge=0, le=10_000)] = 0.0
 
 
 class _Node(_Section, frozen=True, tag_field="role", kw_only=True):

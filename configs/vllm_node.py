@@ -16,7 +16,15 @@ from kvkin.configs.convert import child_key
 from kvkin.configs.schema import ClusterConfig
 from kvkin.configs.vllm_arguments import read_arguments
 from kvkin.configs.vllm_install import check_installed, installed_vllm
-from kvkin.configs.vllm_rules import argument_key, engine_key, node_arguments, node_engine, vllm_nodes, worker_node
+from kvkin.configs.vllm_rules import (
+    argument_key,
+    check_ranks,
+    engine_key,
+    node_arguments,
+    node_engine,
+    vllm_nodes,
+    worker_node,
+)
 from kvkin.kv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,6 +48,11 @@ class VllmNode(msgspec.Struct, frozen=True):
     threads: int  # compute threads; 0: as many as there are
     # folder in which checkpoints with an adapter merged in are kept
     merged_path: Path
+    # host memory beside the node's arena: for copies of pulled KV, for hidden states
+    swap_bytes: int | None = None
+    e_bytes: int | None = None
+    # how long a step may wait for the last layers of a context
+    sync_wait_s: float = 0.0
 
     @property
     def ranks(self) -> int:
@@ -71,7 +84,15 @@ def vllm_node(config: ClusterConfig, family: ResolvedFamily, name: str) -> VllmN
     if chunk > _DEFAULT_STEP_TOKENS:
         options.setdefault("max_num_batched_tokens", chunk)
     options["dtype"] = family.compute_dtype
-    return VllmNode(_python_sets(options), family.device, node.threads, config.state_path / "merged")
+    return VllmNode(
+        _python_sets(options),
+        family.device,
+        node.threads,
+        config.state_path / "merged",
+        swap_bytes=node.kv_bytes,
+        e_bytes=node.e_bytes,
+        sync_wait_s=family.config.sync_wait_ms / 1000,
+    )
 
 
 def _check_node(config: ClusterConfig, family: ResolvedFamily, name: str) -> None:
@@ -80,11 +101,9 @@ def _check_node(config: ClusterConfig, family: ResolvedFamily, name: str) -> Non
     if any(window is not None for window in windows):
         problem = "vLLM drops KV behind an attention window, so it could not be given to others"
         raise ConfigError(engine_key(config, name), problem, "engine: reference for models with a window")
-    ranks, heads = arguments.get("tensor_parallel_size", 1), family.base.geometry.num_heads
-    if heads % ranks:
-        divisors = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
-        key = argument_key(config, name, "tensor_parallel_size")
-        raise ConfigError(key, f"{heads} heads cannot be divided among {ranks} ranks", divisors)
+    geometry, ranks = family.base.geometry, arguments.get("tensor_parallel_size", 1)
+    key = argument_key(config, name, "tensor_parallel_size")
+    check_ranks(key, ranks, geometry.num_heads, geometry.kv_heads)
     longest = arguments.get("max_model_len", family.max_context_tokens)
     if longest < family.max_context_tokens:
         key = argument_key(config, name, "max_model_len")

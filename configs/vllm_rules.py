@@ -69,7 +69,6 @@ REFUSED: dict[str, str] = {
 
 # Argument -> (the values that work, why the others do not).
 LIMITED: dict[str, tuple[tuple[object, ...], str]] = {
-    "tensor_parallel_size": ((1,), "several ranks are not supported yet"),
     "pipeline_parallel_size": ((1,), "layers on several devices are not supported"),
     "data_parallel_size": ((1,), _DATA_PARALLEL),
     "prefill_context_parallel_size": ((1,), "tokens of one context on several ranks are not supported"),
@@ -179,6 +178,21 @@ def on_reference(config: ClusterConfig) -> ClusterConfig:
         if isinstance(node, PrefillNode | DecodeNode):
             nodes[name] = msgspec.structs.replace(node, engine=None, vllm={})
     return msgspec.structs.replace(config, families=families, nodes=nodes)
+
+
+def check_ranks(key: str, ranks: int, num_heads: int, kv_heads: int) -> None:
+    """Raise ConfigError unless vLLM can divide a model's heads among ``ranks`` processes.
+
+    KV heads are split evenly; with more ranks than KV heads each is on several ranks, as many for each.
+    """
+
+    def divides(count: int) -> bool:
+        return num_heads % count == 0 and (kv_heads % count == 0 or count % kv_heads == 0)
+
+    if not divides(ranks):
+        allowed = ", ".join(str(count) for count in range(1, num_heads + 1) if divides(count))
+        problem = f"{num_heads} heads with {kv_heads} heads of keys and values cannot be divided among {ranks} ranks"
+        raise ConfigError(key, problem, allowed)
 
 
 def vllm_warnings(config: ClusterConfig) -> list[str]:

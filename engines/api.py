@@ -111,6 +111,8 @@ class Engine(Protocol):
     """Runs several requests at once, interleaved by step. All methods may be called from any thread."""
 
     models: tuple[str, ...]
+    failure: Future[None]
+    """Gets an exception when the engine can run nothing any more; its requests have ended by then. Else it stays as it is."""
 
     def layout(self, model: str) -> KVLayout: ...
 

@@ -76,6 +76,27 @@ class EngineLoop:
         while self._inbox:
             self._inbox.popleft()()
 
+    def sift(
+        self, wanted: Callable[[Callable[[], None]], bool], timeout_s: float, stop: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """In the middle of a step: run what was posted and is ``wanted``, out of its turn; if there is none, wait for it.
+
+        False if there was none within ``timeout_s``, or ``stop()`` held once all that is there was looked at. The rest keeps its turn.
+        """
+        chosen: list[Callable[[], None]] = []
+
+        def found() -> bool:
+            chosen[:] = [action for action in self._inbox if wanted(action)]
+            return bool(chosen) or stop()
+
+        with self._lock:
+            self._lock.wait_for(found, timeout_s)
+            for action in chosen:
+                self._inbox.remove(action)
+        for action in chosen:
+            action()
+        return bool(chosen)
+
     def _run(self) -> None:
         while True:
             busy = self._step()

@@ -50,6 +50,7 @@ class ReferenceEngine:
         self._requests: dict[str, RunningRequest] = {}
         self._turns: deque[str] = deque()
         self._active = ActiveRequests()
+        self.failure: Future[None] = Future()
         self._loop = EngineLoop(self.step, self._end)
         if start:
             self._loop.start()

@@ -8,12 +8,15 @@ family; the oracle has the merged models. Of Mixtral an engine serves one model.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import engine_harness
+import psutil
 import pytest
 import torch
 from engine_harness import NUM_LAYERS, SHARED_DEPTH, TAPS
@@ -25,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from kvkin.engines.vllm.compat import installed_version
 
 if installed_version() is None:
-    pytest.skip("vLLM is not installed here (make install-vllm)", allow_module_level=True)
+    pytest.skip("vLLM is not installed here (make install ENGINE=vllm)", allow_module_level=True)
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from kvkin.engines.vllm.engine import VllmEngine, VllmModel
@@ -129,7 +132,23 @@ class VllmBench:
         return keys, values
 
     def e(self, space: Any, layer: int, start: int, stop: int) -> Tensor | None:
-        return space.taps.states(layer, start, stop) if space.has_e(layer, start, stop) else None
+        return space.states(layer, start, stop) if space.has_e(layer, start, stop) else None
+
+
+def _served(_: Any) -> list[str]:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector: Any = get_kv_transfer_group()
+    return list(connector.worker_side.served)
+
+
+def worker_processes(runtime: Runtime) -> list[psutil.Process]:
+    """The ranks of an engine that has several, in their order."""
+    return [psutil.Process(worker.proc.pid) for worker in runtime.llm.model_executor.workers]
+
+
+# the ranks cannot import this module
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class SharedEngine:
@@ -162,6 +181,7 @@ class SharedEngine:
         eos: frozenset[int] = frozenset(),
         tokenizer: Any = None,
         lineages: Mapping[str, bytes] | None = None,
+        **limits: Any,
     ) -> VllmBench:
         """``models`` are the oracle's; those that this engine's family does not serve are left out."""
         self.settle()
@@ -173,6 +193,7 @@ class SharedEngine:
             options=self.options,
             runtime=self.runtime,
             start=False,
+            **limits,
         )
         self._engines.append(engine)
         return VllmBench(engine)
@@ -181,6 +202,13 @@ class SharedEngine:
         """End the engines made so far; nothing of them stays in vLLM."""
         while self._engines:
             self._engines.pop().close()
+
+    def served(self) -> list[str]:
+        """Requests of which the workers still know, whichever processes they are."""
+        worker = self.runtime.worker
+        if worker is not None:
+            return list(worker.served)
+        return sorted({name for names in self.runtime.llm.collective_rpc(_served) for name in names})
 
     def free_blocks(self) -> int:
         return self.runtime.scheduler.free_blocks()

@@ -182,20 +182,26 @@ def serve_worker(config: ClusterConfig, name: str, ready_file: Path | None) -> i
         torch.set_num_threads(node.threads)
     settings = worker_settings(config, family, name)
 
-    async def serve() -> None:
+    async def serve() -> int:
         stop = asyncio.Event()
         stop_on_signals(stop, name)
         engine = await _built_or_stopped(lambda: build_engine(family, node.models, vllm), stop, name)
+        loop = asyncio.get_running_loop()
+        engine.failure.add_done_callback(lambda _: loop.call_soon_threadsafe(stop.set))
         worker = build_worker(settings, engine)
         log.info("serving", node=name, streams=worker.runtime.source_address, backend=settings.backend)
         write_ready_file(ready_file, worker.runtime.source_address)
         await worker.serve(stop)
+        if not engine.failure.done():
+            return 0
+        log.error("the engine failed", node=name, why=str(engine.failure.exception()))
+        return 1
 
-    uvloop.run(serve())
+    code = uvloop.run(serve())
     log.info("stopped", node=name)
     # the collector's last look at all that torch and transformers consist of takes a second of CPU, for nothing
     gc.freeze()
-    return 0
+    return code
 
 
 async def _built_or_stopped(build: Callable[[], Engine], stop: asyncio.Event, name: str) -> Engine:

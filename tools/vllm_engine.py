@@ -66,6 +66,9 @@ def build_vllm(family: ResolvedFamily, models: tuple[str, ...], node: VllmNode) 
             chunk_tokens=family.config.chunk_tokens,
             transition_layers=family.transition_layers,
             options=node.options,
+            e_bytes=node.e_bytes,
+            swap_bytes=node.swap_bytes,
+            sync_wait_s=node.sync_wait_s,
         )
     except KvkinError:
         raise

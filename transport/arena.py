@@ -44,6 +44,8 @@ class Place(msgspec.Struct, frozen=True):
 class Arena:
     """Page-aligned memory for ``num_slots`` KV block slots and ``num_e_slots`` E block slots; ``shared`` with other processes or not."""
 
+    _description: ArenaDescription | None
+
     def __init__(self, layout: KVLayout, num_slots: int, num_e_slots: int, *, shared: bool = False) -> None:
         self._cut(layout, num_slots, num_e_slots)
         if not shared:
@@ -84,7 +86,7 @@ class Arena:
         self.num_bytes = self.kv_bytes + num_e_slots * layout.e_block_bytes
         self._map_bytes = max(self.num_bytes, mmap.PAGESIZE)
         self._fd = -1
-        self._description: ArenaDescription | None = None
+        self._description = None
 
     def _open(self, memory: mmap.mmap) -> None:
         self._map = memory

@@ -8,8 +8,9 @@ vLLM reads when it is imported.
 from __future__ import annotations
 
 import os
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
@@ -52,6 +53,8 @@ def prepare_environment() -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        # ranks are started from a process that has threads
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     for key, value in wanted.items():
         os.environ.setdefault(key, value)
@@ -79,11 +82,42 @@ def building() -> Iterator[None]:
             state._KV_CONNECTOR_AGENT = before
 
 
-def current_connector() -> Any:
-    """The worker side's connector of the engine that is being built."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+def use_salt(request: Any, salt: str | None) -> bool:
+    """Have vLLM's prefix cache know a request of its scheduler under ``salt``; False if it does already.
 
-    return get_kv_transfer_group()
+    Only while nothing of the request is cached: before its blocks are allocated, or after they were given back.
+    """
+    if request.cache_salt == salt:
+        return False
+    request.cache_salt = salt
+    # hashed when the request was made, each block over the one before
+    request.block_hashes.clear()
+    request.update_block_hashes()
+    return True
+
+
+def current_connector() -> Any:
+    """The worker side's connector of the engine that is being built; None if its workers are other processes."""
+    import vllm.distributed.kv_transfer.kv_transfer_state as state
+
+    return state._KV_CONNECTOR_AGENT
+
+
+def on_failure(llm: Any, callback: Callable[[], None]) -> None:
+    """Have ``callback`` called, on a thread of vLLM's, when one of the processes that run the model has died."""
+    register = getattr(llm.model_executor, "register_failure_callback", None)
+    if register is not None:
+        register(callback)
+
+
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Around the start of child processes: they inherit that Ctrl-C is not for them. Their parent ends them when it has drained."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -100,10 +134,15 @@ def active(connector: Any) -> Iterator[None]:
 
 
 def shut_down(llm: Any, connector: Any) -> None:
-    """End an engine. The parallel state is the process's: the last one takes it down, earlier ones only let go of their memory."""
+    """End an engine. The parallel state is the process's: the last one takes it down, earlier ones only let go of their memory.
+
+    An engine whose ranks are other processes (no ``connector`` here) has none in this one: its end is theirs.
+    """
     global _engines
     with active(connector):
         _engines -= 1
+        if connector is None:
+            llm.model_executor.shutdown()
         if not _engines:
             llm.engine_core.shutdown()
         else:

@@ -15,11 +15,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
 from kvkin.engines.vllm.compat import check_version
 from kvkin.engines.vllm.orders import Order, Progress
+from kvkin.engines.vllm.reports import Report
 from kvkin.engines.vllm.scheduler_side import SchedulerSide
 from kvkin.engines.vllm.worker_side import WorkerSide
 from kvkin.kv.errors import ConfigError
@@ -33,6 +35,17 @@ class StepOrders(KVConnectorMetadata):
     progress: Sequence[Progress] = ()
 
 
+@dataclass
+class StepReports(KVConnectorWorkerMetadata):
+    """One step's reports, from every worker in a process of its own to the scheduler side."""
+
+    by_rank: tuple[tuple[Report, ...], ...]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReports:
+        assert isinstance(other, StepReports)
+        return StepReports((*self.by_rank, *other.by_rank))
+
+
 class KvkinConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -44,7 +57,8 @@ class KvkinConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self.scheduler_side = SchedulerSide(vllm_config.cache_config.block_size)
+            ranks = vllm_config.parallel_config.tensor_parallel_size
+            self.scheduler_side = SchedulerSide(vllm_config.cache_config.block_size, ranks)
         else:
             self.worker_side = WorkerSide(vllm_config, kv_cache_config)
 
@@ -91,6 +105,10 @@ class KvkinConnector(KVConnectorBase_V1, SupportsHMA):
         return StepOrders(step.orders, step.progress)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        reports = connector_output.kv_connector_worker_meta
+        if reports is not None:
+            assert isinstance(reports, StepReports)
+            self._scheduler.step_reported(reports.by_rank)
         self._scheduler.received(set(connector_output.finished_recving or ()))
 
     def request_finished_all_groups(
@@ -117,7 +135,7 @@ class KvkinConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.carry_out(self._step().orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        pass  # loads are complete before the request is scheduled
+        self._worker.layer_needed(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         self._worker.layer_saved(layer_name, attn_metadata)
@@ -126,5 +144,13 @@ class KvkinConnector(KVConnectorBase_V1, SupportsHMA):
         pass  # what is saved is copied where it is announced
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        sent, received = self._worker.take_results()
-        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received)
+        sent, received, failed = self._worker.take_results()
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        reports = self._worker.take_reports()
+        return StepReports((tuple(reports),)) if reports else None
+
+    def shutdown(self) -> None:
+        if self.worker_side is not None:
+            self.worker_side.close()

@@ -1,37 +1,37 @@
-"""VllmEngine: kvkin's ``Engine`` on an in-process vLLM, for prefill and decode nodes alike.
+"""VllmEngine: kvkin's ``Engine`` on a vLLM whose scheduler runs in this process, for prefill and decode nodes alike. With one rank the
+model does, too; with several (``tensor_parallel_size``) they are processes of their own (``workers.py``).
 
 One thread of its own owns vLLM: it takes in what other threads posted, then runs one vLLM step. A request with a plan is handed to
 vLLM at once; vLLM parks it as waiting for remote KV while arrivals are written and units run between the steps of the others, and
 then computes the last segment itself, with its own batching, chunked prefill and prefix cache (``loads.py``, ``scheduler_side.py``).
-The cache's salt is the provenance of the plan's result, so that approximate KV is never found by who asked for exact KV.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvkin.engines.api import Arrival, EngineRequest, EngineSink
 from kvkin.engines.loop import ActiveRequests, EngineLoop
 from kvkin.engines.vllm import compat
-from kvkin.engines.vllm.first_logits import kept
+from kvkin.engines.vllm.admission import Admission
 from kvkin.engines.vllm.launch import Runtime, VllmModel, build_runtime
-from kvkin.engines.vllm.loads import Load, LoadState
+from kvkin.engines.vllm.loads import LoadState
 from kvkin.engines.vllm.orders import Progress
-from kvkin.engines.vllm.running import RunningRequest
-from kvkin.engines.vllm.sampling import sampling_params, token_logprobs
-from kvkin.engines.vllm.scheduler_side import Entry
-from kvkin.engines.vllm.spaces import ETaps, PagedSpace, losing
-from kvkin.engines.vllm.worker_side import Served
+from kvkin.engines.vllm.running import RunningRequest, WastedStep
+from kvkin.engines.vllm.sampling import token_logprobs
+from kvkin.engines.vllm.spaces import PagedSpace
+from kvkin.engines.vllm.waiting import LayerWaits, Posted
 from kvkin.kv.errors import Cancelled, InvalidRequest, NodeUnavailable
 from kvkin.kv.execution import PlanExecution
-from kvkin.kv.hashing import digest
 from kvkin.kv.layout import KVLayout, Plane
-from kvkin.kv.plan import ReusePlan, provenances
+from kvkin.kv.plan import ReusePlan
 
 T = TypeVar("T")
 
@@ -43,6 +43,12 @@ CLOSING_STEPS = 1000
 
 class VllmEngine:
     """Runs requests of one checkpoint and its adapters. ``options`` are vLLM's engine arguments (``vllm:`` in the cluster file).
+
+    Beside the node's arena, requests take host memory: up to ``e_bytes`` for hidden states that are to be published (who finds none left
+    publishes no E), up to ``swap_bytes`` for copies of pulled KV whose blocks vLLM gave to others (who finds none left ends with
+    CapacityError). None: no bound.
+
+    ``sync_wait_s``: how long a forward may wait for the last layers of a context where nothing else runs (``waiting.py``).
 
     ``runtime`` is an engine that was built already (with the same checkpoint, adapters and transition layers): it is left running
     at the close. ``start=False`` leaves stepping to the caller (tests).
@@ -56,6 +62,9 @@ class VllmEngine:
         chunk_tokens: int,
         transition_layers: Sequence[int],
         options: Mapping[str, Any],
+        e_bytes: int | None = None,
+        swap_bytes: int | None = None,
+        sync_wait_s: float = 0.0,
         runtime: Runtime | None = None,
         start: bool = True,
     ) -> None:
@@ -66,18 +75,30 @@ class VllmEngine:
         self._runtime = runtime or build_runtime(
             models, chunk_tokens=chunk_tokens, transition_layers=transition_layers, options=options
         )
-        runner = self._runtime.worker.runner
-        planes = tuple(Plane(name, runner.kv_heads, runner.head_dim) for name in ("keys", "values"))
-        dtype = str(runner.dtype).removeprefix("torch.")
-        self._layout = KVLayout(runner.num_layers, planes, runner.hidden_size, dtype, block_size)
-        self._runtime.scheduler.configure(chunk_tokens, runner.num_layers)
-        # one that no other engine has: blocks of models without a lineage are found by their own requests only
-        self._nonce = digest(b"vllm engine", time.time_ns().to_bytes(8, "little"), id(self).to_bytes(8, "little"))
-        self._numbers = itertools.count()
+        shape = self._runtime.workers.shape
+        planes = tuple(Plane(name, shape.kv_heads, shape.head_dim) for name in ("keys", "values"))
+        dtype = str(shape.dtype).removeprefix("torch.")
+        self._layout = KVLayout(shape.num_layers, planes, shape.hidden_size, dtype, block_size)
+        self._runtime.scheduler.configure(
+            chunk_tokens,
+            shape.num_layers,
+            shape.num_layers * self._layout.kv_token_bytes,
+            states_bytes=e_bytes,
+            swap_bytes=swap_bytes,
+        )
+        self._admission = Admission(self._runtime, self._models, self._layout, chunk_tokens)
         self._requests: dict[str, RunningRequest] = {}
         self._by_key: dict[str, RunningRequest] = {}
         self._active = ActiveRequests()
+        self.failure: Future[None] = Future()
         self._loop = EngineLoop(self.step, self._end)
+        self._waits = LayerWaits(sync_wait_s, self._loop, self._by_key.get)
+        if (
+            self._runtime.worker is not None
+        ):  # ranks in other processes see no data that this one has not ordered to be written
+            self._runtime.scheduler.ends_early = self._waits.may_end
+            self._runtime.worker.await_layer = self._waits.layer
+        compat.on_failure(self._runtime.llm, lambda: self._post_death("a process that runs the model has died"))
         if start:
             self._loop.start()
 
@@ -106,17 +127,27 @@ class VllmEngine:
         return planned
 
     def arrived(self, request_id: str, arrival: Arrival) -> None:
-        self._loop.post(lambda: self._with(request_id, lambda running: self._take_data(running, arrival)))
+        self._post(request_id, lambda running: self._take_data(running, arrival), data=True)
 
     def replan(self, request_id: str, plan: ReusePlan) -> None:
-        self._loop.post(lambda: self._with(request_id, lambda running: self._replan(running, plan)))
+        self._post(request_id, lambda running: self._replan(running, plan))
 
     def cancel(self, request_id: str, reason: str) -> None:
         self._active.cancelled(request_id)
-        self._loop.post(lambda: self._with(request_id, lambda running: self._fail(running, Cancelled(reason))))
+        self._post(request_id, lambda running: self._fail(running, Cancelled(reason)))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         return self._loop.call(function)
+
+    def _post(self, request_id: str, action: Callable[[RunningRequest], None], *, data: bool = False) -> None:
+        """Have ``action`` run for a request, if it still runs then: late signals are ignored."""
+
+        def act() -> None:
+            running = self._requests.get(request_id)
+            if running is not None:
+                self._guarded(running, lambda: action(running))
+
+        self._loop.post(Posted(request_id, data, act))
 
     def close(self) -> None:
         self._loop.close()
@@ -127,12 +158,17 @@ class VllmEngine:
         """Take in what arrived, then run one step of vLLM; False if there was nothing to do until something arrives."""
         self._loop.take_in()
         runtime = self._runtime
-        if not compat.scheduler_of(runtime.llm).has_requests():
+        if self.failure.done() or not compat.scheduler_of(runtime.llm).has_requests():
             return False
         started = time.monotonic()
-        with compat.active(runtime.connector):
-            outputs = runtime.llm.step()
-        self._after_step(outputs, time.monotonic() - started - runtime.worker.slice_s)
+        try:
+            with compat.active(runtime.connector):
+                outputs = runtime.llm.step()
+        except Exception as error:  # noqa: BLE001 - vLLM does not come back from a step that failed
+            self._died(f"vLLM failed: {' '.join(str(error).split()) or repr(error)}")
+            return False
+        waited, self._waits.waited_s = self._waits.waited_s, 0.0
+        self._after_step(outputs, time.monotonic() - started - runtime.scheduler.slice_s - waited)
         return runtime.scheduler.active
 
     def _after_step(self, outputs: Sequence[Any], seconds: float) -> None:
@@ -149,7 +185,9 @@ class VllmEngine:
             if of is not None:
                 self._guarded(of, partial(self._take_output, of, output))
         for running in list(self._requests.values()):
-            if running.fault is not None:
+            if isinstance(running.fault, WastedStep):
+                self._guarded(running, partial(self._start_over, running))
+            elif running.fault is not None:
                 self._fail(running, running.fault)
 
     def _progressed(self, progress: Progress, seconds: float) -> None:
@@ -178,9 +216,11 @@ class VllmEngine:
     # --- on the engine's thread: requests ----------------------------------------------------------------------------------
 
     def _admit(self, request: EngineRequest, sink: EngineSink) -> None:
-        model, runner = self._models[request.model], self._runtime.worker.runner
+        model, num_layers = self._models[request.model], self._layout.num_layers
         try:
-            running = RunningRequest(request, sink, self._space(request), model.tokenizer, model.eos, runner.num_layers)
+            if self.failure.done():
+                raise NodeUnavailable("the engine has failed")
+            running = RunningRequest(request, sink, self._space(), model.tokenizer, model.eos, num_layers)
         except Exception as error:  # noqa: BLE001 - told to whoever submitted the request
             self._active.ended(request)
             sink.failed(request.request_id, error)
@@ -189,54 +229,21 @@ class VllmEngine:
         self._guarded(running, lambda: self._begin(running, request.plan))
 
     def _begin(self, running: RunningRequest, plan: ReusePlan) -> None:
-        """Hand a request to vLLM with a plan: under a name of its own, because ids come again and plans are replaced."""
-        request, runtime = running.request, self._runtime
-        model = self._models[request.model]
-        vocabulary = runtime.llm.model_config.get_vocab_size()
-        if not all(0 <= token < vocabulary for token in request.token_ids):
-            raise InvalidRequest(f"token ids must be below {vocabulary}")
-        key = f"{next(self._numbers)}.{self._nonce.hex()[:8]}"
-        adapter = None if model.adapter is None else runtime.adapters[model.adapter]
-        load = Load(
-            key,
-            plan,
-            request.token_ids,
-            0 if adapter is None else adapter.lora_int_id,
-            self._layout.num_layers,
-            self._chunk_tokens,
-        )
-        new_tokens = request.sampling.max_tokens if request.sampling else 1
-        entry = Entry(load, running.prompt, new_tokens, losing(running.space), tapped=bool(request.taps))
-        running.begun(entry)
-        running.space.key.current = key
-        runtime.scheduler.enter(key, entry)
-        runtime.worker.served[key] = Served(running, running.space.taps, self._layout, load.later_chunks)
+        key = self._admission.enter(running, plan)
         self._by_key[key] = running
-        try:
-            running.internal_id = runtime.llm.add_request(
-                key,
-                {"prompt_token_ids": list(request.token_ids), "cache_salt": self._salt(request, plan, key)},
-                sampling_params(request, model.eos, key),
-                lora_request=adapter,
-            )
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from error
+        running.internal_id = self._admission.add(running, plan, key)
 
-    def _space(self, request: EngineRequest) -> PagedSpace:
-        worker, scheduler, loop = self._runtime.worker, self._runtime.scheduler, self._loop
-        new_tokens = request.sampling.max_tokens if request.sampling else 1
-        runner = worker.runner
-        taps = ETaps(request.taps, len(request.token_ids) + new_tokens, runner.hidden_size, runner.dtype)
+    def _space(self) -> PagedSpace:
+        runtime, loop = self._runtime, self._loop
+        scheduler = runtime.scheduler
         return PagedSpace(
-            runner, taps, scheduler.blocks, lambda key: _ignore(loop.post(lambda: scheduler.release(key)))
+            runtime.workers, scheduler.blocks, lambda key: _ignore(loop.post(lambda: scheduler.release(key)))
         )
 
     def _take_data(self, running: RunningRequest, arrival: Arrival) -> None:
         assert running.entry is not None
-        load = running.entry.load
-        # late data of a plan given up, and repeated data, must not touch what was computed since
-        if load.arrived(arrival.chunk, arrival.layer):
-            self._runtime.worker.served[load.key].mailbox[arrival.chunk, arrival.layer] = arrival
+        running.first_data_at = running.first_data_at or time.monotonic()
+        running.entry.load.arrived(arrival.chunk, arrival.layer, self._runtime.workers.parts(arrival))
 
     def _replan(self, running: RunningRequest, plan: ReusePlan) -> None:
         if not running.prefilled:
@@ -244,13 +251,21 @@ class VllmEngine:
             self._disconnect(running)
             self._begin(running, plan)
 
+    def _start_over(self, running: RunningRequest) -> None:
+        """The same plan again, with the data that came so far; from now on it is not waited for inside a forward."""
+        assert running.entry is not None
+        received, running.fault, running.started_over = running.entry.load.received, None, True
+        self._replan(running, running.plan)
+        for write in received:
+            running.entry.load.arrived(write.chunk, write.layer, write.parts)
+
     def _finish(self, running: RunningRequest, reason: str, *, known: bool) -> None:
         """The answer is complete; ``known`` to vLLM, unless it ended with a stop string. Its blocks are kept either way."""
         assert running.entry is not None
         if not known:
             self._abort(running)
         self._forget(running)
-        running.finish(reason, running.entry.load.key)
+        running.finish(reason, self._first_distribution(running))
 
     def _fail(self, running: RunningRequest, error: Exception) -> None:
         if self._requests.get(running.request.request_id) is running:
@@ -265,10 +280,16 @@ class VllmEngine:
             running.entry.hold = False
             self._abort(running)
             self._runtime.scheduler.left(running.entry)
-            kept.pop(running.entry.load.key, None)
+            self._first_distribution(running)
+
+    def _first_distribution(self, running: RunningRequest) -> NDArray[np.float32] | None:
+        assert running.entry is not None
+        if not running.request.first_distribution or self.failure.done():
+            return None
+        return self._runtime.workers.first_distribution(running.entry.load.key)
 
     def _abort(self, running: RunningRequest) -> None:
-        if running.internal_id:
+        if running.internal_id and not self.failure.done():
             self._runtime.llm.abort_request([running.internal_id], internal=True)
             running.internal_id = ""
 
@@ -281,13 +302,8 @@ class VllmEngine:
         """What is still said of it under the name of its plan concerns nobody."""
         if running.entry is not None:
             self._by_key.pop(running.entry.load.key, None)
-            self._runtime.worker.served.pop(running.entry.load.key, None)
-
-    def _with(self, request_id: str, action: Callable[[RunningRequest], None]) -> None:
-        """Act on a request if it still runs: late signals are ignored."""
-        running = self._requests.get(request_id)
-        if running is not None:
-            self._guarded(running, lambda: action(running))
+            self._waits.forget(running.entry.load.key)
+            running.entry.listener = None
 
     def _guarded(self, running: RunningRequest, action: Callable[[], None]) -> None:
         """An error inside one request ends that request and no other."""
@@ -302,22 +318,32 @@ class VllmEngine:
             self._fail(running, Cancelled("the engine is closing"))
         runtime = self._runtime
         runtime.scheduler.release_all()
+        if not self.failure.done():
+            self._settle()
+        if self._owned:
+            runtime.shut_down()
+
+    def _settle(self) -> None:
+        """Step until vLLM has let go of everything."""
+        runtime = self._runtime
         with compat.active(runtime.connector):
             for _ in range(CLOSING_STEPS):
                 if not compat.scheduler_of(runtime.llm).has_requests():
                     break
                 runtime.llm.step()
-        if self._owned:
-            runtime.shut_down()
 
-    def _salt(self, request: EngineRequest, plan: ReusePlan, key: str) -> str:
-        """Salt of vLLM's prefix cache: the model, and how the KV under this plan comes to be."""
-        lineage = self._models[request.model].lineage_id or digest(b"model", self._nonce, request.model.encode())
-        parts = [lineage.hex(), provenances(plan, lineage)[-1].key.hex()]
-        if not request.engine_cache or (request.sampling is None and request.taps):
-            # a salt that nobody else has. An order must give the hidden states of what it computes: vLLM's cache has none
-            parts.append(key)
-        return ".".join(parts)
+    def _post_death(self, why: str) -> None:
+        self._loop.post(lambda: self._died(why))
+
+    def _died(self, why: str) -> None:
+        """vLLM runs nothing any more: all requests end, to be tried elsewhere. Idempotent."""
+        if self.failure.done():
+            return
+        error = NodeUnavailable(why)
+        self.failure.set_exception(error)
+        self._runtime.workers.lost = True
+        for running in list(self._requests.values()):
+            self._fail(running, error)
 
 
 def _ignore(_: object) -> None:

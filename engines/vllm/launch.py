@@ -7,6 +7,7 @@ import difflib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 import psutil
 from tokenizers import Tokenizer
 
+from kvkin.configs.vllm_rules import check_ranks
 from kvkin.engines.vllm import compat
 from kvkin.engines.vllm.plugin import ARCHITECTURES, CONNECTOR, CONNECTOR_MODULE, register_here
 from kvkin.engines.vllm.scheduler_side import SchedulerSide
 from kvkin.engines.vllm.worker_side import WorkerSide
-from kvkin.kv.errors import ConfigError
+from kvkin.engines.vllm.workers import Workers, direct, remote
+from kvkin.kv.errors import ConfigError, KvkinError
 
 OWN = (
     *("model", "tokenizer", "skip_tokenizer_init", "kv_transfer_config", "additional_config", "logits_processors"),
@@ -27,7 +30,6 @@ OWN = (
 )
 """Arguments that kvkin sets, or that would break what it promises."""
 ONLY: dict[str, tuple[Any, str]] = {
-    "tensor_parallel_size": (1, "1 (several ranks are not supported yet)"),
     "pipeline_parallel_size": (1, "1"),
     "data_parallel_size": (1, "1: start one node for each replica"),
     "decode_context_parallel_size": (1, "1"),
@@ -39,12 +41,14 @@ CPU_BLOCK_SIZE = 32
 
 @dataclass
 class Runtime:
-    """A built engine and the two sides of its connector, which live in this process."""
+    """A built engine, the scheduler side of its connector, and its workers. ``connector`` and ``worker`` are the worker side where
+    it lives in this process; None if the ranks are other processes."""
 
     llm: Any
     connector: Any
     scheduler: SchedulerSide
-    worker: WorkerSide
+    worker: WorkerSide | None
+    workers: Workers
     adapters: dict[Path, Any]
 
     def shut_down(self) -> None:
@@ -92,8 +96,8 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"vllm.{key}", f"{value!r} is not supported", ONLY[key][1])
 
 
-def check_checkpoint(checkpoint: Path) -> None:
-    """Raise ConfigError for a model whose KV kvkin cannot serve from vLLM's cache."""
+def check_checkpoint(checkpoint: Path, ranks: int = 1) -> None:
+    """Raise ConfigError for a model whose KV kvkin cannot serve from vLLM's cache, or that cannot be split over ``ranks``."""
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     architecture = (config.get("architectures") or ["unknown"])[0]
     if architecture not in ARCHITECTURES:
@@ -104,6 +108,8 @@ def check_checkpoint(checkpoint: Path) -> None:
     if windowed or "sliding_attention" in (config.get("layer_types") or ()):
         problem = "vLLM frees the KV behind a sliding window, so a context's is not there to be shared"
         raise ConfigError("checkpoint", problem, "a model without a window, or engine: reference")
+    heads = int(config["num_attention_heads"])
+    check_ranks("vllm.tensor_parallel_size", ranks, heads, int(config.get("num_key_value_heads") or heads))
 
 
 def launch(
@@ -115,7 +121,7 @@ def launch(
     """
     compat.check_version()
     compat.prepare_environment()
-    check_checkpoint(checkpoint)
+    check_checkpoint(checkpoint, options.get("tensor_parallel_size", 1))
     from vllm.engine.arg_utils import EngineArgs
     from vllm.lora.request import LoRARequest
     from vllm.platforms import current_platform
@@ -134,12 +140,25 @@ def launch(
     batch = config.scheduler_config.max_num_batched_tokens
     if batch < min_batch:
         raise ConfigError("vllm.max_num_batched_tokens", f"{batch} is less than chunk_tokens", f"at least {min_batch}")
-    with compat.building():
-        llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+    ranks = config.parallel_config.world_size
+    with compat.building(), compat.interrupts_blocked() if ranks > 1 else nullcontext():
+        try:
+            llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+        except KvkinError:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split()) or repr(error)
+            raise ConfigError(
+                "vllm", f"vLLM does not start: {reason}", "what this, or the log above, asks for"
+            ) from error
         connector = compat.current_connector()
-    runtime = Runtime(
-        llm, connector, compat.scheduler_of(llm).get_kv_connector().scheduler_side, connector.worker_side, {}
-    )
+    scheduler = compat.scheduler_of(llm).get_kv_connector().scheduler_side
+    if connector is None:
+        runtime = Runtime(llm, None, scheduler, None, remote(llm), {})
+    else:
+        # both sides in one process: what the worker side says is heard at once, layer by layer
+        connector.worker_side.report = scheduler.reported
+        runtime = Runtime(llm, connector, scheduler, connector.worker_side, direct(connector.worker_side), {})
     with compat.active(connector):
         for index, adapter in enumerate(adapters, 1):
             request = LoRARequest(str(adapter), index, str(adapter))

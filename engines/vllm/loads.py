@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from kvkin.engines.vllm.orders import BeginLoad, EndLoad, Order, RunUnit, SwapIn, WriteData
+from kvkin.engines.vllm.orders import BeginLoad, Bytes, EndLoad, Order, RunUnit, SwapIn, WriteData
 from kvkin.kv.execution import (
     ComputeUnit,
     DataArrived,
@@ -66,7 +66,9 @@ class Load:
         self.execution = PlanExecution(plan, num_layers, chunk_tokens, stop_chunk=first_after)
         self.own_chunks = self.chunks[:first_after]
         self.later_chunks = self.chunks[first_after:]
-        self._pending: deque[tuple[int, int]] = deque()
+        self._pending: deque[WriteData] = deque()
+        self.received: list[WriteData] = []
+        """All data that came, in its order."""
         self._known: set[tuple[int, int]] = set()
         self._written: set[int] = set()
         self._next: Unit | None = None
@@ -76,13 +78,15 @@ class Load:
 
     # --- what happens to it ----------------------------------------------------------------------------------------------
 
-    def arrived(self, chunk: int, layer: int) -> bool:
-        """Data is here; False if this plan does not expect it (late, repeated)."""
+    def arrived(self, chunk: int, layer: int, parts: Sequence[tuple[int, Bytes]] = ()) -> bool:
+        """Data is here; False if this plan does not expect it (late, repeated): it must not touch what was computed since."""
         pair = (chunk, layer)
         if pair in self._known or not self.execution.expects(chunk, layer):
             return False
         self._known.add(pair)
-        self._pending.append(pair)
+        write = WriteData(self.key, chunk, layer, tuple(parts))
+        self._pending.append(write)
+        self.received.append(write)
         return True
 
     @property
@@ -102,10 +106,32 @@ class Load:
         """vLLM's own cache has all of it: nothing is written, nothing computed."""
         self.block_ids, self.cached, self.state = tuple(block_ids), self.stop, LoadState.DONE
 
-    def end(self, request_id: str) -> EndLoad:
+    def end(self, request_id: str, *, early: bool = False) -> EndLoad:
         assert self.state is LoadState.LOADING, f"{self.key} is {self.state}"
         self.state = LoadState.ENDED
-        return EndLoad(self.key, request_id)
+        return EndLoad(self.key, request_id, early)
+
+    @property
+    def only_pulls(self) -> bool:
+        """Whether nothing is computed for it: then a layer is needed no earlier than the rest of the prompt comes to it."""
+        return not self._restoring and not any(chunk.computes for chunk in self.own_chunks)
+
+    @property
+    def num_missing(self) -> int:
+        """(chunk, layer) pairs that have not come."""
+        return self.execution.missing - len(self._pending)
+
+    def misses(self, layer: int) -> bool:
+        """Whether data of a layer has not been ordered to be written."""
+        return any(self.execution.expects(chunk.index, layer) for chunk in self.own_chunks)
+
+    def layer_writes(self, layer: int) -> list[WriteData]:
+        """Orders for what came of one layer and was not ordered yet."""
+        chosen = [write for write in self._pending if write.layer == layer]
+        self._pending = deque(write for write in self._pending if write.layer != layer)
+        for write in chosen:
+            self._ordered(write)
+        return chosen
 
     # --- what is to be done ----------------------------------------------------------------------------------------------
 
@@ -131,13 +157,11 @@ class Load:
     def writes(self, budget: int) -> Iterator[WriteData]:
         """Orders for data that arrived, until ``budget`` tokens (each in one layer) are exceeded."""
         while self._pending and budget > 0:
-            pair = self._pending.popleft()
-            chunk = self.chunks[pair[0]]
+            write = self._pending.popleft()
+            chunk = self.chunks[write.chunk]
             budget -= chunk.stop - chunk.start
-            self._take(self.execution.handle(DataArrived(*pair)))
-            if pair[1] != E_LAYER:
-                self._written.add(pair[0])
-            yield WriteData(self.key, *pair)
+            self._ordered(write)
+            yield write
 
     def slice(self, budget: int) -> tuple[list[RunUnit], int]:
         """Units of chunks with up to ``budget`` rows together, in the order in which they must run; and how many rows that is.
@@ -159,6 +183,11 @@ class Load:
             # the worker carries orders out one after the other: what comes later may build on this
             self._take(self.execution.handle(UnitDone(unit)))
         return orders, used
+
+    def _ordered(self, write: WriteData) -> None:
+        self._take(self.execution.handle(DataArrived(write.chunk, write.layer)))
+        if write.layer != E_LAYER:
+            self._written.add(write.chunk)
 
     def _take(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -187,8 +216,9 @@ class LoadTable:
     def remove(self, load: Load) -> None:
         self._turns = [turn for turn in self._turns if turn[0] is not load]
 
-    def orders(self) -> list[Order]:
-        """Writes and at most one slice of units (``chunk_tokens`` rows over all loads), then the ends of what is complete.
+    def orders(self, ends_early: Callable[[Load], bool] = lambda load: False) -> list[Order]:
+        """Writes and at most one slice of units (``chunk_tokens`` rows over all loads), then the ends of what is complete, or may be
+        waited for by a forward (``ends_early``).
 
         Nothing here looks at the clock: vLLM steps again at once if there is more to do, and takes in new requests between.
         """
@@ -207,6 +237,8 @@ class LoadTable:
             orders += units
             if load.complete:
                 orders.append(load.end(request_id))
+            elif load.only_pulls and ends_early(load):
+                orders.append(load.end(request_id, early=True))
         # the next step begins after the last one that computed in this
         self._turns = [
             turn for turn in (*self._turns[last:], *self._turns[:last]) if turn[0].state is LoadState.LOADING

@@ -7,9 +7,33 @@ carries out from the first to the last.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from kvkin.kv.execution import Unit
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkin.kv.execution import Chunk, Unit
+from kvkin.kv.layout import KVLayout
+from kvkin.transport.arena import ArenaDescription, Place
+
+Bytes = NDArray[np.uint8] | Place
+"""Whole blocks: as they are, or where a shared arena has them."""
+
+
+@dataclass(frozen=True)
+class Serve:
+    """A request begins; before anything else of its name.
+
+    Hidden states entering ``taps`` are kept for up to ``capacity`` tokens; chunks in ``later_chunks`` are reported layer by layer
+    once vLLM's own forward has computed them. ``layout`` is that of blocks outside of vLLM.
+    """
+
+    key: str
+    layout: KVLayout
+    taps: tuple[int, ...] = ()
+    capacity: int = 0
+    later_chunks: Sequence[Chunk] = ()
 
 
 @dataclass(frozen=True)
@@ -25,11 +49,15 @@ class BeginLoad:
 
 @dataclass(frozen=True)
 class WriteData:
-    """Data of (chunk, layer) has arrived: KV goes into the blocks, E (layer -1) is kept for the chunk's first unit."""
+    """Data of (chunk, layer) has arrived: KV goes into the blocks, E (layer -1) is kept for the chunk's first unit.
+
+    ``parts``: (first token, whole blocks from there on), together the chunk.
+    """
 
     key: str
     chunk: int
     layer: int
+    parts: tuple[tuple[int, Bytes], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -58,10 +86,16 @@ class SwapIn:
 
 @dataclass(frozen=True)
 class EndLoad:
-    """Everything is there (or the request was aborted): report the load of vLLM's ``request_id`` as received, once."""
+    """Everything is there (or the request was aborted): report the load of vLLM's ``request_id`` as received, once.
+
+    ``early``: some data is still on its way; the forward that computes the rest of the prompt waits for it, layer by layer.
+    ``failed``: nothing of it is to be used. vLLM computes the prompt; a load in which something failed is reported so in any case.
+    """
 
     key: str
     request_id: str
+    early: bool = False
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,13 +106,41 @@ class ReleaseBlocks:
 
 
 @dataclass(frozen=True)
+class StoreKV:
+    """Copy KV of whole blocks, of tokens from ``start`` on, into ``slots`` of a shared arena; reported as ``Stored(ticket)``.
+
+    ``block_ids`` are all of the request's blocks, which stay until the report (held, or the request runs).
+    """
+
+    ticket: int
+    block_ids: tuple[int, ...]
+    start: int
+    layers: Sequence[int]
+    arena: ArenaDescription
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoreE:
+    """Copy the kept hidden states entering ``layer``, of tokens from ``start`` on, into E slots; reported as ``Stored(ticket)``."""
+
+    ticket: int
+    key: str
+    start: int
+    layer: int
+    arena: ArenaDescription
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Forget:
-    """The request is over: drop what is kept of its load."""
+    """The request is over and nobody reads its KV or E any more: drop everything that is kept under its name."""
 
     key: str
 
 
-Order = BeginLoad | WriteData | RunUnit | SwapOut | SwapIn | EndLoad | ReleaseBlocks | Forget
+Store = StoreKV | StoreE
+Order = Serve | BeginLoad | WriteData | RunUnit | SwapOut | SwapIn | EndLoad | ReleaseBlocks | StoreKV | StoreE | Forget
 
 
 @dataclass(frozen=True)

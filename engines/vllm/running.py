@@ -5,15 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from kvkin.engines.answer import Answer
 from kvkin.engines.api import Counters, EngineRequest, EngineSink
-from kvkin.engines.vllm.first_logits import kept
 from kvkin.engines.vllm.scheduler_side import Entry
 from kvkin.engines.vllm.spaces import PagedSpace
+from kvkin.kv.errors import CapacityError
 from kvkin.kv.execution import Unit
 from kvkin.kv.generation import TokenLogprob
+from kvkin.kv.plan import ReusePlan
+
+
+class WastedStep(Exception):
+    """A step of vLLM of which nothing is to be used: the request starts over."""
 
 
 class RunningRequest:
@@ -35,6 +42,9 @@ class RunningRequest:
         """Something went wrong while vLLM was in the middle of a step: the engine ends the request after it."""
         self.prefilled = False
         self.entry: Entry | None = None
+        self.plan = request.plan
+        self.started_over = False
+        self.first_data_at = 0.0
         self.internal_id = ""
         self._num_layers, self._clock = num_layers, clock
         self._answer = Answer(request, sink, tokenizer, eos)
@@ -44,11 +54,11 @@ class RunningRequest:
         self._first_step = True
         self._reached = 0
 
-    def begun(self, entry: Entry) -> None:
+    def begun(self, entry: Entry, plan: ReusePlan) -> None:
         """A plan begins; nothing of the one before counts as its KV or its E."""
-        self.entry = entry
+        self.entry, self.plan, self.first_data_at = entry, plan, 0.0
         self.space.num_tokens = 0
-        self.space.taps.forget()
+        self.space.covered.forget()
         self.counters.recomputed_layers.clear()
         self.counters.cached_tokens = self.counters.loaded_tokens = self.counters.computed_tokens = 0
         self._began, self._load_s, self._loading, self._first_step = self._clock(), 0.0, bool(entry.load.stop), True
@@ -76,8 +86,17 @@ class RunningRequest:
         except Exception as error:  # noqa: BLE001 - ends this request and no other
             self.fault = error
 
-    def load_failed(self, error: Exception) -> None:
-        self.fault = self.fault or error
+    def states_kept(self, layer: int, start: int, stop: int) -> None:
+        self.space.covered.add(layer, start, stop)
+
+    def load_failed(self, why: str) -> None:
+        self.fault = self.fault or RuntimeError(f"the plan's KV could not be written: {why}")
+
+    def step_wasted(self, why: str) -> None:
+        self.fault = self.fault or WastedStep(why)
+
+    def load_lost(self, why: str) -> None:
+        self.fault = self.fault or CapacityError(why)
 
     # --- from the engine, after a step ---------------------------------------------------------------------------------------
 
@@ -96,6 +115,10 @@ class RunningRequest:
             self.counters.cached_tokens = load.cached if load.cached < load.stop else start
             self.counters.loaded_tokens = load.written_tokens
             self._reached = start
+        elif self._reached < min(start, self.prompt):
+            # taken up again after a preemption: by now vLLM's cache has more of it
+            self.counters.cached_tokens += min(start, self.prompt) - self._reached
+            self._reached = min(start, self.prompt)
         rows = range(start, min(stop, self.prompt))
         if rows:
             self.counters.computed_layer_tokens += len(rows) * self._num_layers
@@ -116,7 +139,7 @@ class RunningRequest:
             self.counters.first_token_at = self._clock()
         return self._answer.add(token, logprob)
 
-    def finish(self, reason: str, key: str) -> None:
+    def finish(self, reason: str, first_logprobs: NDArray[np.float32] | None) -> None:
         self.space.num_tokens = self.prompt + max(len(self._answer.tokens) - 1, 0)
-        result = self._answer.result(reason, kept.pop(key, None))
+        result = self._answer.result(reason, first_logprobs)
         self.sink.finished(result, self.space, self.counters)

@@ -2,7 +2,8 @@
 
 Runs where vLLM's scheduler runs; the engine enters its requests here before it hands them to vLLM. vLLM keeps the blocks of a load,
 and of a finished request that somebody still reads, until the worker side reports them: an id that is reported twice, or never, ends
-vLLM or leaks. So each request is in one table here, and each report is ordered in one place.
+vLLM or leaks. So each request is in one table here, and each report is ordered in one place. What the workers say is heard here, too
+(``reports.py``), and told to whoever listens to the request.
 """
 
 from __future__ import annotations
@@ -13,8 +14,28 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
+from kvkin.engines.vllm.budgets import HostMemory
 from kvkin.engines.vllm.loads import Load, LoadState, LoadTable
-from kvkin.engines.vllm.orders import Forget, Order, Progress, ReleaseBlocks, SwapOut
+from kvkin.engines.vllm.orders import (
+    EndLoad,
+    Forget,
+    Order,
+    Progress,
+    ReleaseBlocks,
+    Serve,
+    Store,
+    SwapOut,
+)
+from kvkin.engines.vllm.reports import (
+    Listener,
+    LoadFailed,
+    Report,
+    SliceTook,
+    StatesKept,
+    Stored,
+    UnitRan,
+    merged,
+)
 
 PARAMETER = "kvkin"
 """Key in a request's ``kv_transfer_params``: the name under which the engine entered it."""
@@ -22,13 +43,14 @@ PARAMETER = "kvkin"
 
 @dataclass
 class Entry:
-    """One request. ``lost`` is called when blocks that somebody may read are gone; ``tapped`` if E is kept, ``hold`` if its blocks
-    are to be kept at the end."""
+    """One request. ``lost`` is called when blocks that somebody may read are gone, with True if its hidden states are, too;
+    ``tapped`` if E is kept, ``hold`` if its blocks are to be kept at the end."""
 
     load: Load
     num_tokens: int
     max_new_tokens: int
-    lost: Callable[[], None]
+    lost: Callable[[bool], None]
+    listener: Listener | None = None
     tapped: bool = False
     hold: bool = True
     request_id: str = ""
@@ -48,29 +70,57 @@ class StepPlan:
 
 
 class SchedulerSide:
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    """``num_ranks`` workers carry out the orders."""
+
+    def __init__(self, block_size: int, num_ranks: int = 1) -> None:
+        self._block_size, self._num_ranks = block_size, num_ranks
         self.entries: dict[str, Entry] = {}
         self._by_id: dict[str, Entry] = {}
         self._held: dict[str, Entry] = {}  # finished, blocks kept; oldest first
         self._orders: list[Order] = []  # for the next step, before its slices
+        self._stores: dict[int, Callable[[str], None]] = {}
         self._manager: Any = None
         self.loads: LoadTable | None = None
         self.active = False
         """Whether the last step had anything to do."""
+        self.slice_s = 0.0
+        """Seconds that the orders of the last step took."""
         self.last = StepPlan()
+        self.ends_early: Callable[[Load], bool] = lambda load: False
+        """Whether a load that only pulls may be waited for by a forward; asked only if its request is alone."""
+        self._token_bytes = 0
+        self.states, self.swaps = HostMemory(), HostMemory()
 
-    def configure(self, chunk_tokens: int, num_layers: int) -> None:
+    def configure(
+        self,
+        chunk_tokens: int,
+        num_layers: int,
+        token_bytes: int = 0,
+        *,
+        states_bytes: int | None = None,
+        swap_bytes: int | None = None,
+    ) -> None:
+        """Before the first request. ``token_bytes`` are those of a token's KV in all layers; the others bound host memory."""
         assert self.loads is None or not len(self.loads)
         self.loads = LoadTable(chunk_tokens, num_layers)
+        self._token_bytes = token_bytes
+        self.states, self.swaps = HostMemory(states_bytes), HostMemory(swap_bytes)
 
     def bind(self, kv_cache_manager: Any) -> None:
         self._manager = kv_cache_manager
 
     # --- from the engine ---------------------------------------------------------------------------------------------------
 
-    def enter(self, key: str, entry: Entry) -> None:
-        self.entries[key] = entry
+    def enter(self, entry: Entry, serve: Serve) -> None:
+        """A request that vLLM will get under its load's key; the workers hear of it with the next step."""
+        self.entries[serve.key] = entry
+        self._orders.append(serve)
+
+    def store(self, order: Store, done: Callable[[str], None]) -> None:
+        """Have blocks stored before the next step runs; ``done`` hears why it failed, or nothing. Tickets are the caller's."""
+        assert order.ticket not in self._stores
+        self._stores[order.ticket] = done
+        self._orders.append(order)
 
     def blocks(self, key: str) -> Sequence[int]:
         """The request's blocks as they are now. Raises RuntimeError once they are gone."""
@@ -113,9 +163,13 @@ class SchedulerSide:
 
     def frees_blocks(self) -> bool:
         """Before vLLM preempts a request: blocks that are only kept for readers go first. True: some will be free soon."""
-        if self._held and not self._orders:
+        if self._held and not self._gives_back:
             self._take_back(1)
-        return self.has_orders
+        return self._gives_back
+
+    @property
+    def _gives_back(self) -> bool:
+        return any(isinstance(order, ReleaseBlocks | EndLoad) for order in self._orders)
 
     # --- from vLLM's scheduler -----------------------------------------------------------------------------------------------
 
@@ -161,9 +215,12 @@ class SchedulerSide:
         orders += self._orders
         self._orders = []
         assert self.loads is not None or not self._by_id
-        slices = self.loads.orders() if self.loads is not None else []
+        # nobody else waits with it, or finds its blocks in vLLM's cache before they are complete
+        alone = len(self._by_id) == 1
+        slices = [] if self.loads is None else self.loads.orders(self.ends_early if alone else lambda load: False)
         step = StepPlan([*orders, *slices], self._progress(output))
         self.last = step
+        self.slice_s = 0.0
         self.active = bool(output.total_num_scheduled_tokens or step.orders)
         self._make_room()
         return step
@@ -196,6 +253,36 @@ class SchedulerSide:
             if entry is not None:
                 entry.load.state = LoadState.DONE
 
+    # --- from the workers ----------------------------------------------------------------------------------------------------
+
+    def step_reported(self, by_rank: Sequence[Sequence[Report]]) -> None:
+        """The reports of a step, by rank, of workers in other processes."""
+        for report in merged(by_rank, self._num_ranks):
+            self.reported(report)
+
+    def reported(self, report: Report) -> None:
+        """Late reports of requests that are gone are ignored."""
+        match report:
+            case SliceTook(seconds):
+                self.slice_s = seconds
+            case Stored(ticket, why):
+                self._stores.pop(ticket, _ignore)(why)
+            case LoadFailed(_, why, late=True):
+                self._waste_step(why)
+            case UnitRan(key) | StatesKept(key) | LoadFailed(key):
+                entry = self.entries.get(key)
+                if entry is not None and entry.listener is not None:
+                    _tell(entry.listener, report)
+
+    def _waste_step(self, why: str) -> None:
+        """Nothing of the step that runs is to be used, and nobody may find its blocks in vLLM's cache: also who came only now."""
+        for progress in self.last.progress:
+            entry = self.entries.get(progress.key)
+            if entry is not None:
+                self._manager.evict_blocks(set(self.blocks(progress.key)))
+                if entry.listener is not None:
+                    entry.listener.step_wasted(why)
+
     # --- inside --------------------------------------------------------------------------------------------------------------
 
     def _entry_of(self, request: Any) -> Entry | None:
@@ -203,8 +290,9 @@ class SchedulerSide:
         return self.entries.get(parameters.get(PARAMETER, "")) if parameters else None
 
     def _drop(self, key: str, entry: Entry) -> None:
-        self.entries.pop(key, None)
-        if entry.load.swapped:
+        self.states.give(key)
+        self.swaps.give(key)
+        if self.entries.pop(key, None) is not None:
             self._orders.append(Forget(key))
 
     def _preempted(self, output: Any) -> list[Order]:
@@ -214,12 +302,15 @@ class SchedulerSide:
             entry = self._by_id.get(request_id)
             if entry is None:
                 continue
-            entry.lost()
+            entry.lost(False)
             entry.scheduled = False
             load = entry.load
             if load.stop and load.state is LoadState.DONE and not load.swapped:
-                load.swapped = True
-                orders.append(SwapOut(load.key, load.block_ids, load.stop))
+                load.swapped = self.swaps.take(load.key, load.stop * self._token_bytes)
+                if load.swapped:
+                    orders.append(SwapOut(load.key, load.block_ids, load.stop))
+                elif entry.listener is not None:
+                    entry.listener.load_lost("no room for the KV of a request that had to give way to others")
         if output.preempted_req_ids:
             self._take_back(len(self._held))
         return orders
@@ -253,6 +344,20 @@ class SchedulerSide:
 
     def _take_back(self, count: int) -> None:
         for key in list(self._held)[:count]:
-            self._held[key].lost()
+            self._held[key].lost(True)
             self.release(key)
             self.active = True
+
+
+def _tell(listener: Listener, report: UnitRan | StatesKept | LoadFailed) -> None:
+    match report:
+        case UnitRan(_, unit, positions, seconds):
+            listener.unit_done(unit, positions, seconds)
+        case StatesKept(_, layer, start, stop):
+            listener.states_kept(layer, start, stop)
+        case LoadFailed(_, why):
+            listener.load_failed(why)
+
+
+def _ignore(_: str) -> None:
+    pass

@@ -133,19 +133,12 @@ def test_quantised_weights_have_another(base: Path, tmp_path: Path) -> None:
         ({"max_model_len": 511}, "max_model_len", "less than the 512 tokens", "max_context_tokens: 511"),
         ({"kv_cache_memory_bytes": CONTEXT * TOKEN_BYTES - 1}, "kv_cache_memory_bytes", "one request of 512", f"at least {CONTEXT * TOKEN_BYTES}"),
         ({"kv_cache_memory_bytes": CONTEXT * TOKEN_BYTES, "block_size": 96}, "kv_cache_memory_bytes", "hold less", f"{6 * 96 * TOKEN_BYTES}"),
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size", "4 heads cannot be divided among 3", "1, 2, 4"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size", "4 heads with 2 heads of keys and values cannot be divided among 3", "1, 2, 4"),
     ],
 )  # fmt: skip
 def test_what_these_checkpoints_do_not_allow(
-    vllm: dict[str, Any],
-    key: str,
-    problem: str,
-    allowed: str,
-    base: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    vllm: dict[str, Any], key: str, problem: str, allowed: str, base: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.delitem(vllm_rules.LIMITED, "tensor_parallel_size")
     with pytest.raises(ConfigError) as caught:
         resolve(base, tmp_path, vllm)
     assert caught.value.key == f"families.fam.vllm.{key}"
@@ -153,10 +146,23 @@ def test_what_these_checkpoints_do_not_allow(
     assert allowed in caught.value.allowed
 
 
-def test_memory_that_is_enough(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "allowed"),
+    [(32, 8, {1, 2, 4, 8, 16, 32}), (12, 3, {1, 3, 6, 12}), (9, 3, {1, 3, 9}), (6, 4, {1, 2}), (8, 1, {1, 2, 4, 8})],
+)
+def test_ranks_that_share_heads(heads: int, kv_heads: int, allowed: set[int]) -> None:
+    for ranks in range(1, 40):
+        if ranks in allowed:
+            vllm_rules.check_ranks("k", ranks, heads, kv_heads)
+            continue
+        with pytest.raises(ConfigError, match=f"among {ranks} ranks") as caught:
+            vllm_rules.check_ranks("k", ranks, heads, kv_heads)
+        assert caught.value.allowed == ", ".join(map(str, sorted(allowed)))
+
+
+def test_memory_that_is_enough(base: Path, tmp_path: Path) -> None:
     resolve(base, tmp_path, {"kv_cache_memory_bytes": CONTEXT * TOKEN_BYTES})
     resolve(base, tmp_path, {"kv_cache_memory_bytes": 1, "num_gpu_blocks_override": 4})
-    monkeypatch.delitem(vllm_rules.LIMITED, "tensor_parallel_size")
     resolve(base, tmp_path, {"kv_cache_memory_bytes": CONTEXT * TOKEN_BYTES // 2, "tensor_parallel_size": 2})
     with pytest.raises(ConfigError, match="hold less"):  # two KV heads on four ranks: each has one
         resolve(base, tmp_path, {"kv_cache_memory_bytes": CONTEXT * TOKEN_BYTES // 4, "tensor_parallel_size": 4})

@@ -67,7 +67,13 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL", "HF_HUB_OFFLINE"):
+    for name in (
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        "VLLM_NO_USAGE_STATS",
+        "VLLM_LOGGING_LEVEL",
+        "VLLM_WORKER_MULTIPROC_METHOD",
+        "HF_HUB_OFFLINE",
+    ):
         monkeypatch.setenv(name, "")  # so that it is taken out at the end
         monkeypatch.delenv(name)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
@@ -89,7 +95,7 @@ def build(found: ResolvedCluster, name: str) -> FakeEngine:
 
 @pytest.mark.usefixtures("vllm")
 def test_an_engine_gets_what_the_file_says(folder: Path, tmp_path: Path) -> None:
-    found = cluster(folder, tmp_path, block_size=8, chunk_tokens=64)
+    found = cluster(folder, tmp_path, block_size=8, chunk_tokens=64, sync_wait_ms=40)
     engine = build(found, "many")
     family = found.families["fam"]
     assert engine.settings == {
@@ -97,6 +103,9 @@ def test_an_engine_gets_what_the_file_says(folder: Path, tmp_path: Path) -> None
         "chunk_tokens": 64,
         "transition_layers": (2,),
         "options": settings(found, "many").options,
+        "e_bytes": found.config.decode_nodes["many"].e_bytes,
+        "swap_bytes": found.config.decode_nodes["many"].kv_bytes,
+        "sync_wait_s": 0.04,
     }
     assert list(engine.models) == list(MODELS)
     # several models on a node are one checkpoint and adapters

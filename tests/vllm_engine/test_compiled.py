@@ -62,6 +62,6 @@ def _assert_taps_of_another_engine(checkpoint: Path, model: object) -> None:
         space = recorder.of("r").space
         assert space.has_e(3, 0, TOTAL)
         wanted = oracle.private(model, tokens).hidden[3]
-        assert float((space.taps.states(3, 0, TOTAL) - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())
+        assert float((space.states(3, 0, TOTAL) - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())
     finally:
         engine.close()

@@ -243,7 +243,7 @@ def test_what_ends_early_leaves_no_block(shared: SharedEngine, phase: str) -> No
     assert isinstance(run.recorder.of("r").error, Cancelled)
     assert shared.free_blocks() == free
     assert not shared.runtime.scheduler.entries
-    assert not shared.runtime.worker.served
+    assert not shared.served()
 
 
 def test_a_finished_requests_blocks_are_kept_until_they_are_released(shared: SharedEngine) -> None:

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 from check_engine import GEOMETRIES, check_shape
+from engine_harness import TAPS
 from vllm_bench import SharedEngine, lora_family
 
 from kvkin.engines.vllm import paged_kv, worker_side
 from kvkin.engines.vllm.layers import LayerRunner
 from kvkin.engines.vllm.loads import Load
 from kvkin.engines.vllm.orders import WriteData
-from kvkin.engines.vllm.spaces import ETaps
-from kvkin.engines.vllm.worker_side import WorkerSide
+from kvkin.engines.vllm.rank_memory import RankMemory
+from kvkin.engines.vllm.spaces import Coverage
 
 pytestmark = pytest.mark.vllm
 
@@ -105,13 +106,13 @@ def rows_do_not_see_their_neighbours(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("partial_middle")
 def the_last_piece_of_a_load_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    original = WorkerSide._write
+    original = RankMemory.write_kv
 
-    def forgetful(self: WorkerSide, load: Any, served: Any, arrival: Any) -> None:
-        if arrival.layer != 4:
-            original(self, load, served, arrival)
+    def forgetful(self: RankMemory, layer: int, *rest: Any) -> None:
+        if layer != 4:
+            original(self, layer, *rest)
 
-    patch.setattr(WorkerSide, "_write", forgetful)
+    patch.setattr(RankMemory, "write_kv", forgetful)
 
 
 @mutant("partial_middle")
@@ -139,7 +140,7 @@ def taps_are_those_of_another_layer(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("everything_reused_inexactly")
 def e_is_claimed_that_nobody_computed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ETaps, "has", lambda self, layer, start, stop: layer in self.layers)
+    patch.setattr(Coverage, "has", lambda self, layer, start, stop: layer in TAPS)
 
 
 @mutant("private")

@@ -52,13 +52,12 @@ class TestWithVllm:
     @pytest.fixture(autouse=True)
     def _needs_vllm(self) -> None:
         if compat.installed_version() is None:
-            pytest.skip("vLLM is not installed here (make install-vllm)")
+            pytest.skip("vLLM is not installed here (make install ENGINE=vllm)")
 
     @pytest.mark.parametrize(
         ("options", "word"),
         [
             ({"tensor_paralel_size": 2}, "tensor_parallel_size"),
-            ({"tensor_parallel_size": 2}, "ranks"),
             ({"data_parallel_size": 2}, "replica"),
             ({"kv_cache_dtype": "fp8"}, "auto"),
             ({"kv_transfer_config": {}}, "itself"),
@@ -75,7 +74,7 @@ class TestWithVllm:
     def test_arguments_that_pass(self) -> None:
         from kvkin.engines.vllm.launch import check_options
 
-        check_options({"max_model_len": 512, "tensor_parallel_size": 1, "enforce_eager": True, "block_size": 64})
+        check_options({"max_model_len": 512, "tensor_parallel_size": 2, "enforce_eager": True, "block_size": 64})
 
     def test_checkpoints(self, tmp_path: Path) -> None:
         from kvkin.engines.vllm.launch import check_checkpoint
@@ -89,6 +88,16 @@ class TestWithVllm:
         config.write_text(json.dumps(fields | {"architectures": ["GPT2LMHeadModel"]}))
         with pytest.raises(ConfigError, match="GPT2LMHeadModel"):
             check_checkpoint(tmp_path / "llama")
+
+    def test_heads_that_ranks_cannot_share(self, tmp_path: Path) -> None:
+        from kvkin.engines.vllm.launch import check_checkpoint
+
+        checkpoint = make_tiny("llama", tmp_path / "llama")  # four heads, two of keys and values
+        for ranks in (1, 2, 4):
+            check_checkpoint(checkpoint, ranks)
+        with pytest.raises(ConfigError, match="3 ranks") as caught:
+            check_checkpoint(checkpoint, 3)
+        assert (caught.value.key, caught.value.allowed) == ("vllm.tensor_parallel_size", "1, 2, 4")
 
     def test_one_engine_has_one_checkpoint(self, tmp_path: Path) -> None:
         from kvkin.engines.vllm.launch import VllmModel, build_runtime
