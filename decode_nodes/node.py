@@ -34,7 +34,7 @@ from kvkin.decode_nodes.core import (
 from kvkin.decode_nodes.drift_checks import DriftChecks
 from kvkin.decode_nodes.publication import Publisher, SpaceRows
 from kvkin.decode_nodes.report import fallback_plan, reuse_report, timings
-from kvkin.decode_nodes.sources import PlanSources
+from kvkin.decode_nodes.sources import PlanSources, faster
 from kvkin.engines.api import Counters, Engine, EngineRequest, Result
 from kvkin.engines.spaces import Space
 from kvkin.kv.cost import measured_work
@@ -50,9 +50,6 @@ from kvkin.transport.node_runtime import NodeRuntime, NodeSettings
 from kvkin.transport.router_link import RouterLink
 
 log = structlog.get_logger()
-
-MIN_RATED_BYTES = 4 << 20
-"""Pulls of at least so much tell the link's rate."""
 
 
 @dataclass
@@ -295,11 +292,7 @@ class DecodeNode:
                 counters.computed_layer_tokens, counters.computed_positions, self.settings.context_half_tokens
             )
             self._compute_rate = _average(self._compute_rate, work / seconds)
-        pulled = sum(sources.total_bytes for sources in running.sources)
-        pull_s = max((sources.pull_seconds for sources in running.sources), default=0.0)
-        # a small pull is all latency, one that waits for a live prefill says nothing about the link: large and best ones count
-        if pulled >= MIN_RATED_BYTES and pull_s > 0:
-            self._pull_rate = max(0.9 * self._pull_rate, pulled / pull_s)
+        self._pull_rate = faster(self._pull_rate, running.sources)
 
     # --- from the engine's sink (already on the loop) --------------------------------------------------------------------
 

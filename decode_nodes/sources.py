@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -24,6 +24,9 @@ from kvkin.transport.node_runtime import NodeRuntime
 from kvkin.transport.streams import LayerStream, StreamRequest, StreamTimes
 
 log = structlog.get_logger()
+
+MIN_RATED_BYTES = 4 << 20
+"""Pulls of at least so much tell the link's rate."""
 
 
 @dataclass
@@ -58,6 +61,11 @@ class PlanSources:
         self._failed = False
         self.scratch: dict[int, Scratch] = {}
         self.streams: dict[int, list[LayerStream]] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything that was to be pulled is there."""
+        return not self._failed and all(task.done() and not task.cancelled() for task in self._tasks)
 
     @property
     def transfers(self) -> list[Transfer]:
@@ -225,3 +233,13 @@ class PlanSources:
             if not self._failed:
                 self._failed = True
                 self._on_failure(str(error))
+
+
+def faster(rate: float, sources: Sequence[PlanSources]) -> float:
+    """The node's pull rate (bytes/s) after another request's pulls.
+
+    A small pull is all latency, one that waits for a live prefill says nothing about the link: large and best ones count.
+    """
+    pulled = sum(each.total_bytes for each in sources)
+    pull_s = max((each.pull_seconds for each in sources), default=0.0)
+    return max(0.9 * rate, pulled / pull_s) if pulled >= MIN_RATED_BYTES and pull_s > 0 else rate

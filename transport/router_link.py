@@ -7,6 +7,7 @@ answer hits what the answer left behind.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import structlog
@@ -95,6 +96,8 @@ class RouterLink:
         heartbeat_s: float,
     ) -> None:
         self.address, self.registered, self.draining = address, asyncio.Event(), False
+        self.heard_at = 0.0
+        """When this router last said anything (``time.monotonic``)."""
         self._registration, self._store, self._load, self._on_message = registration, store, load, on_message
         self._heartbeat_s = heartbeat_s
         self._advertiser = Advertiser(registration().incarnation)
@@ -113,6 +116,7 @@ class RouterLink:
                 except ProtocolError as error:
                     log.warning("unreadable message from the router", router=self.address, error=str(error))
                     continue
+                self.heard_at = time.monotonic()
                 self._handle(message)
         finally:
             beating.cancel()

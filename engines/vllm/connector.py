@@ -23,6 +23,9 @@ from kvkin.engines.vllm.compat import check_version
 from kvkin.engines.vllm.orders import Order, Progress
 from kvkin.engines.vllm.reports import Report
 from kvkin.engines.vllm.scheduler_side import SchedulerSide
+from kvkin.engines.vllm.serving import clear_refusal, open_link, serving_options
+from kvkin.engines.vllm.serving_checks import check_serving, dtype_of
+from kvkin.engines.vllm.serving_side import ServingSide
 from kvkin.engines.vllm.worker_side import WorkerSide
 from kvkin.kv.errors import ConfigError
 
@@ -57,8 +60,7 @@ class KvkinConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            ranks = vllm_config.parallel_config.tensor_parallel_size
-            self.scheduler_side = SchedulerSide(vllm_config.cache_config.block_size, ranks)
+            self.scheduler_side = _scheduler_side(vllm_config)
         else:
             self.worker_side = WorkerSide(vllm_config, kv_cache_config)
 
@@ -114,7 +116,9 @@ class KvkinConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.finished(request, block_ids), None
+        side = self._scheduler
+        said = side.answered(request) if isinstance(side, ServingSide) else None
+        return side.finished(request, block_ids), said
 
     def has_pending_block_frees(self) -> bool:
         return self._scheduler.frees_blocks()
@@ -152,5 +156,30 @@ class KvkinConnector(KVConnectorBase_V1, SupportsHMA):
         return StepReports((tuple(reports),)) if reports else None
 
     def shutdown(self) -> None:
+        if isinstance(self.scheduler_side, ServingSide):
+            self.scheduler_side.close()
         if self.worker_side is not None:
             self.worker_side.close()
+
+
+def _scheduler_side(vllm_config: Any) -> SchedulerSide:
+    """A node's, whose engine enters its requests; or that of a server of its own, which joins a family."""
+    block_size, ranks = vllm_config.cache_config.block_size, vllm_config.parallel_config.tensor_parallel_size
+    transfer = vllm_config.kv_transfer_config
+    if "taps" in transfer.kv_connector_extra_config:
+        return SchedulerSide(block_size, ranks)
+    with clear_refusal():
+        options = serving_options(transfer.kv_connector_extra_config)
+        check_serving(vllm_config, options)
+        link = open_link(options, str(vllm_config.model_config.model), dtype_of(vllm_config))
+    # vLLM's default fails a request whose load fails
+    transfer.kv_load_failure_policy = "recompute"
+    return ServingSide(
+        block_size,
+        ranks,
+        link,
+        wishes=options.wishes,
+        plan_s=options.config.timeouts.plan_s,
+        consumes=transfer.is_kv_consumer,
+        produces=transfer.is_kv_producer,
+    )

@@ -16,6 +16,7 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from kvkin.engines.vllm.plugin import CONNECTOR
+from kvkin.engines.vllm.serving import clear_refusal, taps_of
 from kvkin.engines.vllm.taps import install_taps
 from kvkin.kv.errors import ConfigError
 
@@ -54,7 +55,11 @@ class KvkinQwen3ForCausalLM(_Tapped, Qwen3ForCausalLM):
 
 def _adopt(model: Any, vllm_config: Any) -> None:
     global _built
-    layers = vllm_config.kv_transfer_config.kv_connector_extra_config.get("taps", ())
+    with clear_refusal():
+        layers = taps_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    if isinstance(vllm_config.additional_config, dict):
+        # part of the key of the compile cache, which knows of no taps
+        vllm_config.additional_config["kvkin"] = {"taps": list(layers)}
     compilation = vllm_config.compilation_config
     largest = max([vllm_config.scheduler_config.max_num_batched_tokens, *(compilation.cudagraph_capture_sizes or ())])
     install_taps(model, layers, largest)

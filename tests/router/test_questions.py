@@ -6,11 +6,12 @@ import itertools
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 from mock_node import BLOCK_SIZE, LAYOUT, NUM_LAYERS, lineage, make_settings, registration
 
 from kvkin.kv.hashing import block_hashes, root_hash
-from kvkin.kv.plan import PlanKind
+from kvkin.kv.plan import LayerGroup, PlanKind
 from kvkin.kv.provenance import exact_provenance
 from kvkin.router.core import RouterCore
 from kvkin.router.events import (
@@ -25,7 +26,7 @@ from kvkin.router.events import (
     TimePassed,
 )
 from kvkin.router.events import Reply as ToClient
-from kvkin.router.policy_types import PolicySettings
+from kvkin.router.policy_types import GroupChoice, PolicySettings
 from kvkin.router.prompts import Prompt
 from kvkin.router.settings import RouterSettings
 from kvkin.transport.messages import Error, Generate, NodeLoad, Reuse
@@ -141,15 +142,29 @@ def test_what_the_server_holds_is_pulled_by_others(world: World) -> None:
     assert execute.plan.segments[0].nodes == ("s0",)
 
 
-def test_an_order_that_pays_is_placed_and_the_plan_pulls_from_it(tmp_path: Path) -> None:
+def test_an_order_that_pays_is_placed_once(tmp_path: Path) -> None:
     policy = PolicySettings(min_pull_tokens=BLOCK_SIZE, min_order_tokens=BLOCK_SIZE, min_fan_out=1.0)
-    world = World(make_settings(tmp_path, policy=policy))
+    settings = make_settings(tmp_path, ("base", "tuned", "third"), policy=policy)
+    groups = {("base", receiver): (GroupChoice(LayerGroup(0, 1)),) for receiver in ("tuned", "third")}
+    family = msgspec.structs.replace(settings.families["tiny"], groups=groups)
+    world = World(msgspec.structs.replace(settings, families={"tiny": family}))
     world.join("p0", role="prefill")
     server = world.join("s0", role="attached", model="tuned")
-    world.ask(server, model="tuned", share_hint=50.0)
+    world.ask(server, model="tuned", share_hint=50.0, reuse=Reuse.ANY)
     world.prepared()
     assert len(world.told(Planned)) == 1
-    assert [peer for peer, _ in world.told(PrefillOrder)] in ([], [b"p0"])
+    ((peer, order),) = world.told(PrefillOrder)
+    assert (peer, order.model, order.token_ids) == (b"p0", "base", TOKENS[:40])
+    # another server's question about the same context finds the order, and places none
+    world.ask(
+        world.join("s1", role="attached", model="tuned"),
+        model="tuned",
+        question_id="q2",
+        share_hint=50.0,
+        reuse=Reuse.ANY,
+    )
+    world.prepared()
+    assert len(world.told(PrefillOrder)) == 1
 
 
 @pytest.mark.parametrize(
