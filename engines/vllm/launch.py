@@ -193,6 +193,7 @@ def _arguments(
         # part of the key of vLLM's compile cache, which knows of no taps: a graph without them would be loaded
         "additional_config": {"kvkin": {"taps": list(taps)}},
     }
+    arguments.setdefault("use_tqdm_on_load", False)  # a bar is noise in a log file
     if cpu:
         arguments.setdefault("block_size", CPU_BLOCK_SIZE)
         arguments.setdefault("dtype", "float32")  # two to four times faster than bfloat16 there
