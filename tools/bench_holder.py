@@ -11,22 +11,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 import zmq
 import zmq.asyncio
-from transformers.utils.logging import disable_progress_bar
 
-from kvkin.engines.loading import load_model
-from kvkin.engines.reference import ReferenceEngine
+from kvkin.configs.loader import load_cluster
+from kvkin.configs.vllm_node import vllm_node
+from kvkin.engines.api import Engine
 from kvkin.kv.errors import DeadlineExceeded, NodeUnavailable
 from kvkin.prefill_nodes.node import PrefillNode
 from kvkin.tools.logs import setup_logging
+from kvkin.tools.roles import resolve_worker
+from kvkin.tools.vllm_engine import build_vllm, prepare_environment
 from kvkin.transport.backends.tcp import TcpTransport
 from kvkin.transport.codec import encode, node_to_router
 from kvkin.transport.node_messages import Failed, OrderDone, PrefillOrder, Register, Registered
@@ -37,7 +39,10 @@ ORDER = "bench"
 
 
 class HolderSetup(msgspec.Struct, frozen=True):
-    """What the process is to be. ``adapter`` is empty where the model is a whole checkpoint."""
+    """What the process is to be. ``adapter`` is empty where the model is a whole checkpoint.
+
+    With a ``file`` it runs its model as the node ``node`` of that cluster file does, on vLLM; else on the reference engine.
+    """
 
     settings: NodeSettings
     checkpoint: str
@@ -45,6 +50,8 @@ class HolderSetup(msgspec.Struct, frozen=True):
     device: str
     compute_dtype: str
     threads: int
+    file: str = ""
+    node: str = ""
 
 
 # --- the process -------------------------------------------------------------------------------------------------------------
@@ -53,18 +60,12 @@ class HolderSetup(msgspec.Struct, frozen=True):
 async def main(setup: HolderSetup) -> None:
     """Serve until told to stop."""
     settings = setup.settings
-    torch.set_num_threads(setup.threads)
-    disable_progress_bar()
-    adapter = Path(setup.adapter) if setup.adapter else None
-    model = load_model(Path(setup.checkpoint), adapter, device=setup.device, compute_dtype=setup.compute_dtype)
-    engine = ReferenceEngine(
-        {settings.models[0].name: model}, block_size=settings.layout.block_size, chunk_tokens=settings.chunk_tokens
-    )
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    engine = await _unless_left(reader, _vllm_engine if setup.file else _reference_engine, setup)
     transport = TcpTransport(settings.bind_host)
     node = PrefillNode(settings, engine, transport)
     stop = asyncio.Event()
-    reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     serving = asyncio.ensure_future(node.serve(stop))
     _say("address", node.runtime.source_address)
     while line := (await reader.readline()).decode().split():
@@ -74,6 +75,46 @@ async def main(setup: HolderSetup) -> None:
         _say("rate", int(line[1]))
     stop.set()
     await serving
+
+
+async def _unless_left(
+    reader: asyncio.StreamReader, build: Callable[[HolderSetup], Engine], setup: HolderSetup
+) -> Engine:
+    """The engine, built on a thread; the bench says nothing meanwhile, so what comes from it is its end, and then this process ends."""
+    building = asyncio.ensure_future(asyncio.to_thread(build, setup))
+    leaving = asyncio.ensure_future(reader.readline())
+    await asyncio.wait((building, leaving), return_when=asyncio.FIRST_COMPLETED)
+    if not building.done():
+        os._exit(1)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    return await building
+
+
+def _reference_engine(setup: HolderSetup) -> Engine:
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from kvkin.engines.loading import load_model
+    from kvkin.engines.reference import ReferenceEngine
+
+    settings = setup.settings
+    torch.set_num_threads(setup.threads)
+    disable_progress_bar()
+    adapter = Path(setup.adapter) if setup.adapter else None
+    model = load_model(Path(setup.checkpoint), adapter, device=setup.device, compute_dtype=setup.compute_dtype)
+    return ReferenceEngine(
+        {settings.models[0].name: model}, block_size=settings.layout.block_size, chunk_tokens=settings.chunk_tokens
+    )
+
+
+def _vllm_engine(setup: HolderSetup) -> Engine:
+    config = load_cluster(Path(setup.file))
+    family = resolve_worker(config, setup.node)
+    node = vllm_node(config, family, setup.node)
+    assert node is not None, f"{setup.node} of {setup.file} runs on vLLM"
+    prepare_environment(node)
+    return build_vllm(family, (setup.settings.models[0].name,), node)
 
 
 def _say(key: str, value: object) -> None:

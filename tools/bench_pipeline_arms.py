@@ -1,7 +1,8 @@
-"""The receiver's side of ``kvkin bench pipeline``: one schedule of a plan per call, timed from start to first token.
+"""The receiver's side of ``kvkin bench pipeline`` and of ``kvkin bench engine ttft``: one schedule of a plan per call, timed from start to first
+token.
 
-Runs in the bench's own process on the same layer streams, engine and executor as a decode node. One engine and one holder serve all
-contexts: shorter ones are beginnings of the longest. Opened by ``bench_pipeline_open.py``.
+Runs on the same layer streams, engine and executor as a decode node. One engine and one holder serve all contexts: shorter ones are
+beginnings of the longest. Opened by ``bench_pipeline_open.py``.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvkin.decode_nodes.sources import PlanSources
-from kvkin.engines.api import Arrival, Counters, EngineRequest, Result
-from kvkin.engines.reference import ReferenceEngine
+from kvkin.engines.api import Arrival, Counters, Engine, EngineRequest, Result
 from kvkin.engines.spaces import Space
 from kvkin.kv.errors import DeadlineExceeded, SourceLost
 from kvkin.kv.execution import Unit
@@ -23,7 +23,7 @@ from kvkin.kv.generation import Sampling, TokenLogprob
 from kvkin.kv.hashing import block_hashes
 from kvkin.kv.plan import Holder, LayerGroup, LayerSource, PlanKind, ReusePlan, Segment, private_plan
 from kvkin.tools.bench_holder import HolderProcess
-from kvkin.tools.bench_pipeline_result import Measured
+from kvkin.tools.bench_pipeline_result import Measured, ideal_s
 from kvkin.transport.node_runtime import NodeRuntime
 from kvkin.transport.streams import LayerStream, StreamRequest, StreamTimes
 
@@ -50,10 +50,10 @@ class _Sink:
         self.done: asyncio.Future[Counters] = self._loop.create_future()
         self.first_at = 0.0
         self.before_last_at = 0.0
-        self._previous = 0.0
+        self.last_at = 0.0
 
     def unit_done(self, request_id: str, unit: Unit, space: Space) -> None:
-        self.before_last_at, self._previous = self._previous, time.perf_counter()
+        self.before_last_at, self.last_at = self.last_at, time.perf_counter()
 
     def prefilled(self, request_id: str) -> None: ...
 
@@ -61,6 +61,7 @@ class _Sink:
         self.first_at = self.first_at or time.perf_counter()
 
     def finished(self, result: Result, space: Space, counters: Counters) -> None:
+        space.release()  # nobody publishes it
         self._loop.call_soon_threadsafe(self._settle, counters)
 
     def failed(self, request_id: str, error: Exception) -> None:
@@ -77,10 +78,13 @@ class _Sink:
 
 @dataclass
 class Bench:
-    """An open bench: the holder process with the KV of ``context_ids``, the receiver's runtime and engine."""
+    """An open bench: the holder process with the KV of ``context_ids``, the receiver's runtime and engine.
+
+    ``told_within``: the engine says that a layer's KV is there in the middle of the layer (vLLM), not at its end.
+    """
 
     runtime: NodeRuntime
-    engine: ReferenceEngine
+    engine: Engine
     holder: HolderProcess
     model: str
     context_ids: tuple[int, ...]
@@ -89,6 +93,7 @@ class Bench:
     held: Holder
     group: LayerGroup
     deadline_s: float
+    told_within: bool = False
     serial: int = 0
 
     async def set_rate(self, gbit_per_s: float) -> None:
@@ -125,9 +130,9 @@ class Arms:
 
     async def warm_up(self) -> Computed:
         """Everything once, so that memory is there; returns the partial plan's compute alone."""
-        await self._run(self.private)
-        await self._run(self.partial)
-        return (await self._parts())[1]
+        await self.run(self.private)
+        await self.run(self.partial)
+        return (await self.parts(self.partial))[1]
 
     async def connect(self) -> None:
         """Open the link at its new rate and bring it to its pace, so that no schedule is the first to use it."""
@@ -147,17 +152,17 @@ class Arms:
                 case "naive":
                     seconds[name], moved[name] = await self._run_naive()
                 case "parts":
-                    transfer_s, computed = await self._parts()
+                    transfer_s, computed = await self.parts(self.partial)
                 case "states":
-                    states_s = await self._states_alone()
+                    states_s = await self.states_alone(self.partial)
                 case _:
-                    seconds[name], moved[name] = await self._run(plans[name])
-        seconds["ideal"] = max(transfer_s, states_s + computed.seconds) + computed.last_layer_s
+                    seconds[name], moved[name] = await self.run(plans[name])
+        seconds["ideal"] = ideal_s(transfer_s, states_s, computed.seconds, computed.last_layer_s)
         return Measured(seconds, moved, transfer_s, computed.seconds, computed.recompute_s)
 
     # --- schedules -------------------------------------------------------------------------------------------------------
 
-    async def _run(self, plan: ReusePlan) -> tuple[float, int]:
+    async def run(self, plan: ReusePlan) -> tuple[float, int]:
         """Compute as data arrives. Returns (seconds to the first token, bytes that came)."""
         request_id, sink = self._next(), _Sink()
         started = time.perf_counter()
@@ -169,22 +174,22 @@ class Arms:
     async def _run_naive(self) -> tuple[float, int]:
         """Pull everything of the partial plan, and only then begin to compute."""
         started = time.perf_counter()
-        async with self._arrived() as (arrivals, moved):
-            sink, _ = await self._compute(arrivals)
+        async with self._arrived(self.partial) as (arrivals, moved):
+            sink, _ = await self._compute(self.partial, arrivals)
             return sink.first_at - started, moved
 
-    async def _parts(self) -> tuple[float, Computed]:
-        """(seconds of the transfer alone, the compute alone with everything in memory) of the partial plan."""
+    async def parts(self, plan: ReusePlan) -> tuple[float, Computed]:
+        """(seconds of the transfer alone, the compute alone with everything in memory) of a plan."""
         started = time.perf_counter()
-        async with self._arrived() as (arrivals, _):
+        async with self._arrived(plan) as (arrivals, _):
             between = time.perf_counter()
-            sink, counters = await self._compute(arrivals)
-            last_layer_s = sink.first_at - sink.before_last_at
+            sink, counters = await self._compute(plan, arrivals)
+            last_layer_s = sink.first_at - (sink.last_at if self._bench.told_within else sink.before_last_at)
             return between - started, Computed(sink.first_at - between, counters.recompute_s, last_layer_s)
 
-    async def _states_alone(self) -> float:
+    async def states_alone(self, plan: ReusePlan) -> float:
         """Seconds of the transfer of the hidden states entering the group alone; 0 where the plan needs none."""
-        e_layer = self.partial.segments[0].e_layer
+        e_layer = plan.segments[0].e_layer
         return 0.0 if e_layer is None else await self._pull_alone(self._hashes, (), e_layer)
 
     async def _pull_alone(self, blocks: list[bytes], kv_layers: tuple[int, ...], e_layer: int | None) -> float:
@@ -218,24 +223,24 @@ class Arms:
         request = EngineRequest(request_id, self._bench.model, self._tokens, plan, Sampling(max_tokens=1))
         self._engine.submit(request, sink)
 
-    async def _compute(self, arrivals: list[Arrival]) -> tuple[_Sink, Counters]:
-        """The partial plan with its data at hand."""
+    async def _compute(self, plan: ReusePlan, arrivals: list[Arrival]) -> tuple[_Sink, Counters]:
+        """A plan with its data at hand."""
         request_id, sink = self._next(), _Sink()
-        self._submit(request_id, self.partial, sink)
+        self._submit(request_id, plan, sink)
         for arrival in arrivals:
             self._engine.arrived(request_id, arrival)
         return sink, await self._within(sink.done)
 
     @contextlib.asynccontextmanager
-    async def _arrived(self) -> AsyncIterator[tuple[list[Arrival], int]]:
-        """(everything that the partial plan pulls, its bytes), in memory for as long as the block lasts."""
+    async def _arrived(self, plan: ReusePlan) -> AsyncIterator[tuple[list[Arrival], int]]:
+        """(everything that a plan pulls, its bytes), in memory for as long as the block lasts."""
         arrivals: list[Arrival] = []
         failures: list[Exception] = []
-        async with self._sources(self.partial, arrivals.append, failures.append) as sources:
+        async with self._sources(plan, arrivals.append, failures.append) as sources:
             await self._within(sources.wait())
             if failures:
                 raise failures[0]
-            yield arrivals, self._counted(self.partial, sources)
+            yield arrivals, self._counted(plan, sources)
 
     @contextlib.asynccontextmanager
     async def _sources(

@@ -1,4 +1,6 @@
-"""Opening ``kvkin bench pipeline``: the holder process with a context computed, and the loaded receiver in this process."""
+"""Opening ``kvkin bench pipeline``: the holder process with a context computed, and the loaded receiver in this process.
+
+With ``OnVllm`` both run on vLLM (``kvkin bench engine ttft``), as nodes of a cluster file."""
 
 from __future__ import annotations
 
@@ -6,8 +8,11 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
 
 from kvkin.configs.families import ResolvedFamily
+from kvkin.configs.vllm_node import VllmNode
 from kvkin.kv.hashing import root_hash
 from kvkin.kv.plan import Holder, LayerGroup
 from kvkin.kv.provenance import exact_provenance
@@ -22,6 +27,15 @@ DEADLINE_S = 900.0  # of anything that moves no data; a process that dies is not
 FIRST_TOKEN_ID = 100  # below are special tokens
 
 
+@dataclass(frozen=True)
+class OnVllm:
+    """The nodes of the cluster file ``file`` that run on vLLM: ``holder`` by name, the receiver as it starts here."""
+
+    file: Path
+    holder: str
+    receiver: VllmNode
+
+
 @contextlib.asynccontextmanager
 async def open_bench(
     family: ResolvedFamily,
@@ -34,6 +48,7 @@ async def open_bench(
     threads: int,
     seed: int,
     slowest_gbit_per_s: float,
+    vllm: OnVllm | None = None,
 ) -> AsyncIterator[Bench]:
     """A holder that has computed ``context_tokens`` random tokens, and the loaded receiver; both are gone afterwards.
 
@@ -53,9 +68,11 @@ async def open_bench(
         device=family.device,
         compute_dtype=family.compute_dtype,
         threads=threads,
+        file=str(vllm.file) if vllm else "",
+        node=vllm.holder if vllm else "",
     )
     async with holding(setup, ids[:context_tokens], root, DEADLINE_S) as holder:
-        engine = await asyncio.to_thread(build_engine, family, (receiver,))
+        engine = await asyncio.to_thread(build_engine, family, (receiver,), vllm.receiver if vllm else None)
         runtime = NodeRuntime(
             _settings(family, "receiver", receiver, group, blocks, deadline_s), lambda link, message: None, NodeLoad
         )
@@ -71,6 +88,7 @@ async def open_bench(
                 held=Holder("holder", exact_provenance(identity.lineage.id)),
                 group=group,
                 deadline_s=deadline_s,
+                told_within=vllm is not None,
             )
         finally:
             await asyncio.to_thread(engine.close)

@@ -45,6 +45,11 @@ class LinkRuns:
     runs: Sequence[Measured]
 
 
+def ideal_s(transfer_s: float, states_s: float, compute_s: float, last_layer_s: float) -> float:
+    """Seconds to the first token under the ideal schedule, of parts that ran alone (docs/design.md section 11)."""
+    return max(transfer_s, states_s + compute_s) + last_layer_s
+
+
 def ratio(over: Sequence[float], under: Sequence[float], seed: int) -> Ratio:
     """[median, low, high] of the ratios of what was measured together."""
     found = bootstrap_median([one / other for one, other in zip(over, under, strict=True)], seed=seed)

@@ -129,6 +129,12 @@ GROUPS = (
                 "",
                 "latency and throughput under load, with sharing and without",
             ),
+            Command(
+                "bench engine",
+                f"{_TOOLS}.bench_engine:BenchEngine",
+                "[PART]",
+                "vLLM under kvkin against vLLM by itself: overhead, first token, ...",
+            ),
         ),
     ),
 )

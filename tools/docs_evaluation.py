@@ -1,7 +1,7 @@
 """``python -m kvkin.tools.docs_evaluation``: writes the tables of docs/evaluation.md from the results beside it.
 
 ``evaluation/NAME`` is the JSON of ``kvkin evaluate`` in docs/evaluation/NAME.json, ``serving/NAME`` that of ``kvkin bench serving`` there,
-``pipeline/NAME`` that of ``kvkin bench pipeline`` there, ``profile/NAME`` a profile in profiles/NAME.json, ``summary/NAME/NAME/...`` a line
+``pipeline/NAME`` that of ``kvkin bench pipeline`` there, ``engine/NAME`` that of ``kvkin bench engine``, ``profile/NAME`` a profile in profiles/NAME.json, ``summary/NAME/NAME/...`` a line
 of each of several evaluations. The table goes between
 ``<!-- KIND/NAME: begin -->`` and ``<!-- KIND/NAME: end -->``, and nothing else is touched: no figure is typed in by hand. A test compares.
 """
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvkin.configs.profiles import read_profile
+from kvkin.tools.bench_engine_report import head as engine_head
+from kvkin.tools.bench_engine_report import tables as engine_tables
 from kvkin.tools.bench_pipeline_report import SPEEDUP_HEAD, SWEEP_HEAD, speedup_rows, sweep_rows
 from kvkin.tools.bench_pipeline_report import head as pipeline_head
 from kvkin.tools.evaluate_report import ARM_HEAD, EQUAL_HEAD, arm_rows, equal_rows
@@ -43,6 +45,7 @@ def _body(name: str) -> str:
         "profile": _profile,
         "serving": _serving,
         "pipeline": _pipeline,
+        "engine": _engine,
         "summary": _summary,
     }
     return shown[kind](stem)
@@ -179,6 +182,23 @@ def _pipeline(stem: str) -> str:
             "against the one that it did not choose:\n\n"
         )
         text += _table(SWEEP_HEAD, sweep_rows(result))
+    return text
+
+
+def _engine(stem: str) -> str:
+    """Figures of vLLM need a host that has it: where there are none yet, the document says what measures them."""
+    file = DOCUMENT.parent / "evaluation" / f"{stem}.json"
+    if not file.exists():
+        return f"Not measured yet: `kvkin bench engine {stem.removeprefix('engine-')} --json`.\n"
+    return engine_text(json.loads(file.read_text(encoding="utf-8")))
+
+
+def engine_text(result: dict[str, Any]) -> str:
+    """A result of ``kvkin bench engine`` as it stands in a document."""
+    text = f"{engine_head(result)}\n\n    {result['settings']['command']}\n"
+    for shown in engine_tables(result):
+        text += f"\n{_table(shown.head, [list(row) for row in shown.rows])}"
+        text += f"\n{shown.verdict}\n" if shown.verdict else ""
     return text
 
 

@@ -25,9 +25,12 @@ def test_a_changed_figure_is_noticed() -> None:
 
 
 def test_results_that_nobody_shows_and_shown_ones_that_are_missing() -> None:
-    shown = [name for name in names(DOCUMENT.read_text(encoding="utf-8")) if not name.startswith("summary/")]
+    text = DOCUMENT.read_text(encoding="utf-8")
+    shown = [
+        name for name in names(text) if not name.startswith("summary/") and not _says_that_it_is_missing(text, name)
+    ]
     results = sorted((DOCUMENT.parent / "evaluation").glob("*.json"))
-    kinds = ("serving", "pipeline")
+    kinds = ("serving", "pipeline", "engine")
     there = [
         f"{next((kind for kind in kinds if file.stem.startswith(kind)), 'evaluation')}/{file.stem}" for file in results
     ]
@@ -35,3 +38,8 @@ def test_results_that_nobody_shows_and_shown_ones_that_are_missing() -> None:
     assert sorted(shown) == sorted(there)
     with pytest.raises((OSError, KeyError)):
         filled("<!-- evaluation/never-measured: begin -->\n<!-- evaluation/never-measured: end -->")
+
+
+def _says_that_it_is_missing(text: str, name: str) -> bool:
+    """Only the comparison with vLLM may be unmeasured, and then the document says so."""
+    return name.startswith("engine/") and f"<!-- {name}: begin -->\nNot measured yet:" in text

@@ -82,6 +82,7 @@ def test_a_group_word_alone_lists_its_commands(capsys: pytest.CaptureFixture[str
 
 LONG = {
     "bench serving": "cluster, load, model, agent workload, trace workload, comparison, limit, output",
+    "bench engine": "model, size, run, output",
     "finetune": "task, output, method, training",
 }
 MOST_IN_A_GROUP = 9
