@@ -6,6 +6,9 @@ minute: neither happens here before the engine is built.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import os
 import time
 from pathlib import Path
@@ -42,14 +45,15 @@ def prepare_environment(node: VllmNode) -> None:
 def build_vllm(family: ResolvedFamily, models: tuple[str, ...], node: VllmNode) -> Engine:
     """Load ``models`` (one checkpoint and adapters of it) and start a vLLM engine on them. Raises ConfigError for what vLLM refuses."""
     prepare_environment(node)
+    # merging holds the weights twice: before vLLM takes its share
+    weights = {name: node_weights(family, family.models[name], models, node) for name in models}
     log.info("importing vLLM")
     from kvkin.engines.text import load_tokenizer
     from kvkin.engines.vllm.engine import VllmEngine, VllmModel
 
     loaded = {}
     for name in models:
-        identity = family.models[name]
-        checkpoint, adapter = node_weights(family, identity, models, node)
+        identity, (checkpoint, adapter) = family.models[name], weights[name]
         log.info("loading", engine="vllm", model=name, path=str(checkpoint), adapter=str(adapter or ""))
         has_tokenizer = (identity.path / "tokenizer.json").exists()
         tokenizer = load_tokenizer(identity.path) if has_tokenizer else None
@@ -94,9 +98,21 @@ def node_weights(
     # the digest covers everything that the model computes, so the folder of other weights has another name
     name = f"{identity.name.replace('/', '_')}-{identity.logits_digest.hex()[:16]}-{family.compute_dtype}"
     folder = node.merged_path / name
-    if not folder.exists():
+    new = not folder.exists()
+    if new:
         log.info("merging the adapter into a copy of the checkpoint", model=identity.name, folder=str(folder))
-    return merged_checkpoint(identity.path, identity.adapter_path, folder, family.compute_dtype), None
+    merged = merged_checkpoint(identity.path, identity.adapter_path, folder, family.compute_dtype)
+    if new:
+        _return_memory()
+    return merged, None
+
+
+def _return_memory() -> None:
+    """Give what the merged model took back to the system: glibc keeps freed pages for what this process never allocates again."""
+    gc.collect()
+    # other C libraries have no such call
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _one_line(error: Exception) -> str:
