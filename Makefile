@@ -39,7 +39,7 @@ INSTALLED := $(STAMP) $(if $(filter vllm,$(ENGINE)),$(VLLM_STAMP))
 help:
 	@echo 'make demo       install into $(VENV), prepare the SmolLM2 family, run the agent workload on a cluster here'
 	echo 'make example-agents  a coder and a tester share a conversation (examples/agents/README.md)'
-	echo 'make demo ENGINE=vllm  the same on vLLM (2.5 GB more at the first time)'
+	echo 'make demo ENGINE=vllm  the same on vLLM (3.5 GB more at the first time)'
 	echo 'make install    install into $(VENV) only; with ENGINE=vllm vLLM too'
 	echo 'make check      ruff, mypy --strict, import-linter'
 	echo 'make test       the test suite (without the slow ones)'
