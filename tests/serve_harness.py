@@ -17,6 +17,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,15 @@ class Server:
     def __init__(self, checkpoint: Path, config: str, log: Path, arguments: Sequence[str] = ()) -> None:
         (self.port,) = free_ports(1)
         self.log = log
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
-        command += ["--served-model-name", "served", "--host", "127.0.0.1", "--port", str(self.port)]
+        command = [
+            *_serve_command(checkpoint),
+            "--served-model-name",
+            "served",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+        ]
         environment = {
             **os.environ,
             "VLLM_NO_USAGE_STATS": "1",
@@ -232,6 +240,15 @@ class Server:
                 self.process.kill()
                 self.process.wait()
         assert not left, left
+
+
+def _serve_command(checkpoint: Path) -> list[str]:
+    """``vllm serve``; its CPU build has the same server, but its own command looks for a package of another name and ends."""
+    try:
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
 
 
 @contextlib.contextmanager

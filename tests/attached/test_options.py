@@ -50,7 +50,7 @@ def write(folder: Path, checkpoints: dict[str, Path], *, family: dict[str, Any] 
         },
     }
     file = folder / "cluster.yaml"
-    file.write_text(yaml.safe_dump(cluster))
+    file.write_text(yaml.safe_dump(cluster, sort_keys=False))
     return file
 
 
@@ -209,7 +209,7 @@ def options(file: Path) -> ServingOptions:
         ({"model__hf_overrides": {"rope_theta": 1}}, "--hf-overrides"),
         ({"model__quantization": "fp8"}, "--quantization: weights quantised by fp8"),
         ({"load__load_format": "dummy"}, "--load-format"),
-        ({"cache__cache_dtype": "fp8"}, r"--kv-cache-dtype: cannot be fp8 .*allowed: auto"),
+        ({"cache__cache_dtype": "fp8"}, r"--kv-cache-dtype: cannot be fp8: .*allowed: auto"),
     ],
 )
 def test_a_server_that_could_not_share_kv_is_refused(
