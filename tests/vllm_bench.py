@@ -147,6 +147,11 @@ def worker_processes(runtime: Runtime) -> list[psutil.Process]:
     return [psutil.Process(worker.proc.pid) for worker in runtime.llm.model_executor.workers]
 
 
+def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not ended soon."""
+    return psutil.wait_procs(processes, timeout=30)[1]
+
+
 # the ranks cannot import this module
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
