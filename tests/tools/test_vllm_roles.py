@@ -21,7 +21,7 @@ from kvkin.configs.vllm_node import VllmNode, vllm_node
 from kvkin.configs.vllm_rules import node_engine, on_reference, vllm_nodes
 from kvkin.engines import merging
 from kvkin.kv.errors import ConfigError
-from kvkin.tools import demo, roles, vllm_engine
+from kvkin.tools import demo, roles, up, vllm_engine
 from kvkin.tools.local import LocalCluster
 
 ROOT = Path(__file__).parents[2]
@@ -294,6 +294,29 @@ def test_the_demo_without_vllm_says_what_to_install_before_it_does_anything(monk
     monkeypatch.setattr(demo, "prepare_missing", lambda config: pytest.fail("prepared"))
     with pytest.raises(ConfigError, match="make install ENGINE=vllm"):
         demo.Demo(engine="vllm").run()
+
+
+@pytest.mark.parametrize("nodes", [(), ("decode-qa",)])
+def test_up_without_vllm_says_so_before_it_starts_anything(
+    monkeypatch: pytest.MonkeyPatch, nodes: tuple[str, ...]
+) -> None:
+    without_vllm(monkeypatch)
+    monkeypatch.setattr(up, "prepare_missing", lambda config: pytest.fail("prepared"))
+    with pytest.raises(ConfigError, match="make install ENGINE=vllm"):
+        up.Up(ROOT / "configs" / "clusters" / "local-vllm.yaml", nodes=nodes).run()
+
+
+def test_up_of_nodes_that_need_no_vllm_does_not_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Prepared(Exception):
+        pass
+
+    def prepare(config: object) -> None:
+        raise Prepared
+
+    without_vllm(monkeypatch)
+    monkeypatch.setattr(up, "prepare_missing", prepare)
+    with pytest.raises(Prepared):
+        up.Up(ROOT / "configs" / "clusters" / "local-vllm.yaml", nodes=("router-0",)).run()
 
 
 # --- the Makefile ------------------------------------------------------------------------------------------------------
