@@ -197,9 +197,15 @@ class ServingSide(SchedulerSide):
         super().received(request_ids)
         for request_id in request_ids:
             asked = self._asked.get(request_id)
-            if asked is not None and asked.failing:
+            if asked is None:
+                continue
+            if asked.failing:
                 asked.failing = False
                 self._replace(asked)
+            elif not asked.publishable:
+                self.link.unneeded(
+                    asked.key
+                )  # it is all in vLLM's cache; what is to be published stays where it landed
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> bool:
         asked = self._asked.pop(request.request_id, None)
