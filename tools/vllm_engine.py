@@ -91,6 +91,7 @@ def node_weights(
         return identity.path, identity.adapter_path
     from transformers.utils.logging import disable_progress_bar
 
+    from kvkin.engines.loop import apart
     from kvkin.engines.merging import merged_checkpoint
 
     disable_progress_bar()  # a bar is noise in a log file
@@ -101,7 +102,8 @@ def node_weights(
     new = not folder.exists()
     if new:
         log.info("merging the adapter into a copy of the checkpoint", model=identity.name, folder=str(folder))
-    merged = merged_checkpoint(identity.path, identity.adapter_path, folder, family.compute_dtype)
+    path, adapter = identity.path, identity.adapter_path
+    merged = apart(lambda: merged_checkpoint(path, adapter, folder, family.compute_dtype))
     if new:
         _return_memory()
     return merged, None

@@ -16,6 +16,7 @@ import psutil
 from tokenizers import Tokenizer
 
 from kvkin.configs.vllm_rules import check_ranks
+from kvkin.engines.loop import apart
 from kvkin.engines.vllm import compat
 from kvkin.engines.vllm.plugin import ARCHITECTURES, CONNECTOR, CONNECTOR_MODULE, register_here
 from kvkin.engines.vllm.scheduler_side import SchedulerSide
@@ -78,7 +79,7 @@ def build_runtime(
         problem = f"one vLLM engine runs one checkpoint, these models have {len(checkpoints)}"
         raise ConfigError("models", problem, "a checkpoint and its LoRA adapters; else one node for each")
     adapters = list(dict.fromkeys(model.adapter for model in models.values() if model.adapter is not None))
-    return launch(checkpoints[0], adapters, transition_layers, options, min_batch=chunk_tokens)
+    return apart(lambda: launch(checkpoints[0], adapters, transition_layers, options, min_batch=chunk_tokens))
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
-from kvkin.engines.loop import EngineLoop
+import pytest
+
+from kvkin.engines.loop import EngineLoop, apart
 
 
 class Named:
@@ -71,3 +76,43 @@ def test_what_an_action_posts_is_not_lost() -> None:
     assert loop.sift(lambda action: action is again, 0)
     assert loop.sift(wanted("second"), 0)
     assert said == ["first", "second"]
+
+
+def test_what_runs_apart_has_a_thread_of_its_own_that_ends() -> None:
+    thread = apart(threading.current_thread)
+    assert thread is not threading.current_thread()
+    assert not thread.is_alive()
+
+
+def test_what_runs_apart_raises_here() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(ZeroDivisionError):
+        apart(lambda: 1 // 0)
+    with pytest.raises(KeyboardInterrupt):
+        apart(interrupted)
+
+
+def test_no_openmp_threads_stay_behind() -> None:
+    """Idle ones would count against those of the engine's own thread."""
+    program = """
+import os
+import time
+import torch
+from kvkin.engines.loop import apart
+threads = lambda: len(os.listdir("/proc/self/task"))
+work = lambda: (torch.ones(1 << 20).exp_(), threads())[1]
+torch.set_num_threads(3)
+before = threads()
+during = apart(work)
+deadline = time.monotonic() + 20
+while threads() > before and time.monotonic() < deadline:
+    os.sched_yield()
+print(before, during, threads())
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "3"}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    before, during, after = map(int, ran.stdout.split())
+    assert during >= before + 3  # the thread itself, and two that work for it
+    assert after == before
