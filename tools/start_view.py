@@ -24,20 +24,25 @@ def starting_text(nodes: Iterable[NodeProcess], seconds: float) -> str:
         return ""
     text = f"waiting for {', '.join(node.name for node in waiting)} ({seconds:.0f} s)"
     for node in waiting:
-        said = last_event(node.log_tail(1)) if node.state is NodeState.STARTING else ""
+        said = last_event(node.log_tail()) if node.state is NodeState.STARTING else ""
         if said:
             return f"{text}; {node.name}: {said}"
     return text
 
 
-def last_event(line: str) -> str:
-    """What a node's log line says: the event of a JSON line, other text as it is; no longer than fits."""
+def last_event(log: str) -> str:
+    """The last event of kvkin's own in the end of a log, whatever libraries have printed since; else the last line. No longer than fits."""
+    lines = log.strip().splitlines()
+    event = next(filter(None, map(_event, reversed(lines))), " ".join(lines[-1].split()) if lines else "")
+    return event if len(event) <= MAX_WORDS else f"{event[: MAX_WORDS - 1]}…"
+
+
+def _event(line: str) -> str:
     try:
         found = json.loads(line)
     except ValueError:
-        found = None
-    event = str(found["event"]) if isinstance(found, dict) and "event" in found else " ".join(line.split())
-    return event if len(event) <= MAX_WORDS else f"{event[: MAX_WORDS - 1]}…"
+        return ""
+    return str(found["event"]) if isinstance(found, dict) and "event" in found else ""
 
 
 async def narrate(

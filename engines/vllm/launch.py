@@ -137,7 +137,9 @@ def launch(
     try:
         config = EngineArgs(**arguments).create_engine_config()
     except (ValueError, TypeError) as error:
-        raise ConfigError("vllm", f"vLLM refuses its arguments: {error}") from error
+        # pydantic's first sentence says it, what follows is of no use to who wrote the file
+        why = " ".join(str(error).partition("[type=")[0].split())
+        raise ConfigError("vllm", f"vLLM refuses its arguments: {why}") from error
     batch = config.scheduler_config.max_num_batched_tokens
     if batch < min_batch:
         raise ConfigError("vllm.max_num_batched_tokens", f"{batch} is less than chunk_tokens", f"at least {min_batch}")

@@ -36,18 +36,20 @@ def test_who_is_waited_for_and_what_one_of_them_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("log", "said"),
     [
         ("", ""),
         ("  plain   words ", "plain words"),
+        ("first\nlast\n\n", "last"),
+        ('{"event": "one"}\n{"event": "two"}\nwarnings.warn(\n7\n', "two"),
         ('{"no": "event"}', '{"no": "event"}'),
         ("[1]", "[1]"),
         ("7", "7"),
         (json.dumps({"event": "x" * 500}), "x" * (MAX_WORDS - 1) + "…"),
     ],
 )
-def test_any_line_of_a_log_will_do(line: str, said: str) -> None:
-    assert last_event(line) == said
+def test_any_log_will_do(log: str, said: str) -> None:
+    assert last_event(log) == said
 
 
 async def test_it_is_said_until_all_serve(tmp_path: Path) -> None:
