@@ -40,8 +40,8 @@ def check_cluster(config: ClusterConfig) -> None:
 def cluster_warnings(config: ClusterConfig) -> list[str]:
     """What works but is probably not meant, one sentence each."""
     warnings = []
-    answering = [*config.decode_nodes.values(), *config.attached.values()]
-    served = {model for node in answering for model in node.models}
+    served = {model for node in config.decode_nodes.values() for model in node.models}
+    served |= {model for node in config.attached.values() for model in node.models}
     prefilled = {config.family_of(model) for node in config.prefill_nodes.values() for model in node.models}
     warnings += _wire_warnings(config) + vllm_warnings(config)
     for name, prefill in config.prefill_nodes.items():
