@@ -96,21 +96,19 @@ def test_requests_that_do_not_fit_together(shared: SharedEngine) -> None:
 
 
 def test_preempted_requests_whose_load_finds_no_room_end_as_such(shared: SharedEngine) -> None:
-    """Room for one copy: whoever else is preempted under a plan with a load ends, to be tried again; private ones just go on."""
+    """Room for not quite one copy: who is preempted under a plan with a load ends, to be tried again; private ones just go on."""
     shared.settle()
     free = shared.free_blocks()
     layout = shared.make(block_size=BLOCK, chunk_tokens=CHUNK).engine.layout("receiver")
     room = LONG_CONTEXT * NUM_LAYERS * layout.kv_token_bytes
-    run = Run(shared.make, shared.family.name, swap_bytes=room)
+    run = Run(shared.make, shared.family.name, swap_bytes=room - 1)
     names = {f"{name} {index}": plan for index in range(2) for name, plan in list(LONG_PLANS.items())[:3]}
     for seed, (name, plan) in enumerate(names.items()):
         run.feed(name, run.data(name, run.submit(name, plan, seed=seed, sampling=greedy(60), taps=())))
     swaps = shared.runtime.scheduler.swaps
-    most = 0
     while run.bench.step():
-        most = max(most, swaps.used)
+        assert not swaps.used
     ended = {name for name in names if run.recorder.of(name).error is not None}
-    assert most == room, "one copy was kept"
     assert ended, "the test is about those that found no room"
     assert swaps.refused == len(ended)
     for name in names:
@@ -130,8 +128,8 @@ def test_hidden_states_beyond_their_memory_are_not_kept(shared: SharedEngine) ->
     tokens = TOTAL + 4
     room = len(TAPS) * tokens * layout.hidden_size * layout.dtype_bytes
     run = Run(shared.make, shared.family.name, e_bytes=2 * room - 1)
-    for name in ("first", "second"):
-        run.submit(name, PRIVATE, sampling=greedy(4))
+    for seed, name in enumerate(("first", "second")):
+        run.submit(name, PRIVATE, seed=seed, sampling=greedy(4))
     run_until_idle(run.bench)
     spaces = {name: run.recorder.of(name).space for name in ("first", "second")}
     assert [spaces[name].has_e(TAPS[0], 0, TOTAL) for name in ("first", "second")] == [True, False]
@@ -143,7 +141,7 @@ def test_hidden_states_beyond_their_memory_are_not_kept(shared: SharedEngine) ->
     assert run.recorder.of("order").space.has_e(TAPS[0], 0, TOTAL), "an order is for them"
     spaces["first"].release()
     run_until_idle(run.bench)
-    run.submit("third", PRIVATE, sampling=greedy(4))
+    run.submit("third", PRIVATE, seed=2, sampling=greedy(4))
     run_until_idle(run.bench)
     run.assert_result("third")
     assert run.recorder.of("third").space.has_e(TAPS[0], 0, TOTAL)
