@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -75,8 +75,10 @@ class _Asked:
     sources: PlanSources | None = None
     publisher: Publisher | None = None
     overdue: asyncio.TimerHandle | None = None
-    # what is published comes in order, the end of the request last
+    # what is published comes in order, and not before it is known on what it hangs
     publishing: asyncio.Future[None] | None = None
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+    over: bool = False
 
 
 class AttachedServer:
@@ -185,6 +187,7 @@ class AttachedServer:
             await self.runtime.serve(self._stop)
         finally:
             for asked in self._asked.values():
+                asked.answered.set()
                 if asked.sources is not None:
                     asked.sources.stop()
             for waiting in self._stores.values():
@@ -267,6 +270,7 @@ class AttachedServer:
         asked.root = message.root
         if asked.question.wishes.publish:
             asked.publisher = Publisher(self.runtime, asked.question.model, message.root)
+        asked.answered.set()
         if asked.plan is not None:
             return  # too late to pull anything, in time to publish
         plan, num_tokens = message.plan, len(asked.question.token_ids)
@@ -285,6 +289,7 @@ class AttachedServer:
 
     def _answer(self, asked: _Asked, plan: ReusePlan) -> None:
         asked.plan = plan
+        asked.answered.set()
         if asked.overdue is not None:
             asked.overdue.cancel()
         question = asked.question
@@ -347,6 +352,7 @@ class AttachedServer:
     ) -> None:
         if before is not None:
             await asyncio.wait([before])
+        await asked.answered.wait()
         key, sources = asked.question.key, asked.sources
         try:
             if asked.publisher is not None:
@@ -360,6 +366,8 @@ class AttachedServer:
                 sources.stop()
             if last:
                 self._events.append(Published(key))
+            if asked.over:
+                self._forget(asked)
 
     async def store(self, wanted: Callable[..., StoreWanted]) -> str:
         """Have the server's workers store blocks, under a ticket of its own; returns why it failed, or nothing."""
@@ -377,19 +385,16 @@ class AttachedServer:
             waiting.set_result(why)
 
     def _ended(self, key: str, tokens_reused: int, fallback: str) -> None:
-        asked = self._asked.pop(key, None)
-        if asked is None:
+        asked = self._asked.get(key)
+        if asked is None or asked.over:
             return
-        if asked.overdue is not None:
-            asked.overdue.cancel()
+        asked.over = True
         self._finished += 1
         self._fallbacks += bool(fallback)
         pulled, sources = 0, asked.sources
         if sources is not None:
             pulled = sources.total_bytes
             self._pull_rate = faster(self._pull_rate, [sources])
-            if asked.publishing is None:
-                sources.stop()
         plan = asked.plan
         log.info(
             "served",
@@ -405,6 +410,15 @@ class AttachedServer:
         )
         if asked.link is not None and asked.link.registered.is_set():
             asked.link.send(PlanDone(key, len(asked.question.token_ids), tokens_reused, fallback))
+        if asked.publishing is None or asked.publishing.done():
+            self._forget(asked)
+
+    def _forget(self, asked: _Asked) -> None:
+        self._asked.pop(asked.question.key, None)
+        if asked.overdue is not None:
+            asked.overdue.cancel()
+        if asked.sources is not None:
+            asked.sources.stop()
 
 
 class _Ordered:

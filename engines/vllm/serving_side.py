@@ -63,6 +63,7 @@ class Asked:
     salt: str | None = None
     entry: Entry | None = None
     publishable: bool = False
+    answered: bool = False
     failing: bool = False
     prefilled: bool = False
     fallback: str = ""
@@ -213,7 +214,9 @@ class ServingSide(SchedulerSide):
             return False
         entry, held = asked.entry, False
         if entry is not None:
-            entry.hold = asked.publishable and not asked.failing and request.status in _PUBLISHED
+            # one that did not wait for an answer may have ended before it
+            coming = not asked.answered and self._produces and asked.wishes.publish and self.link.alive
+            entry.hold = (asked.publishable or coming) and not asked.failing and request.status in _PUBLISHED
             held = super().finished(request, block_ids)
         if held:
             self._held_since[asked.key] = self._clock()
@@ -250,6 +253,7 @@ class ServingSide(SchedulerSide):
     def _hear(self, asked: Asked, event: PlanReady | PartsArrived | SourcesFailed) -> None:
         match event:
             case PlanReady(_, plan, provenance, publishable):
+                asked.answered = True
                 asked.publishable = publishable and self._produces and asked.wishes.publish
                 if asked.plan is None:
                     self._plan(asked, plan, None if provenance.exact else provenance.key.hex())

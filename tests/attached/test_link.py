@@ -258,6 +258,30 @@ async def test_e_is_stored_where_it_was_kept(base: Member, router: ScriptedRoute
         assert_clean(link.server, prefill)
 
 
+@pytest.mark.parametrize("answered", [True, False])
+async def test_what_was_computed_before_the_answer_waits_for_it(
+    base: Member, router: ScriptedRouter, answered: bool
+) -> None:
+    """A request that does not wait for a plan may be over before a router says on what its blocks hang."""
+    plan_s = WAIT_S if answered else 0.3
+    node, server = running("prefill", "prefill", [base], router), attached(base, router.address, plan_s=plan_s)
+    async with node as prefill, server as link:
+        await router.order("prefill", "order", "base", TOKENS)
+        link.server.ask(Question("q", "base", TOKENS, Wishes(Reuse.OFF)))
+        await asked(router, "q")
+        link.server.computed("q", private_plan(len(TOKENS)), TOKENS, Everywhere(), last=True)
+        link.server.ended("q", 0, "")
+        await router.until(lambda: [m for m in router.messages if isinstance(m, PlanDone)])
+        assert not link.all(StoreWanted)
+        if answered:
+            await router.send("server", Planned("q", ROOT, private_plan(len(TOKENS)), {}))
+        await store_all(link, prefill, base)
+        await link.settled()
+        assert len(link.server.runtime.store) == (CONTEXT // BLOCK if answered else 0)
+        assert link.server.load().running == 0
+        assert_clean(link.server)
+
+
 async def test_what_could_not_be_stored_is_not_announced(base: Member, router: ScriptedRouter) -> None:
     async with running("prefill", "prefill", [base], router) as prefill, attached(base, router.address) as link:
         await router.order("prefill", "order", "base", TOKENS)
