@@ -3,8 +3,8 @@
 Two workloads, the same prompts for both systems, a fixed number of requests in flight:
 
 - ``one model``: every request has a context of its own. Nothing can be shared; kvkin must be no worse.
-- ``shared``: all members of the family answer on each context. vLLM prefills it once for each member, kvkin's members share one prefill: the base's, which the
-  fine-tunes reuse under the family's recompute groups.
+- ``shared``: all members of the family answer on each context, one after the other, as agents do that hand work on; several contexts at a time. vLLM prefills a
+  context once for each member, kvkin's members reuse what the first one computed, the fine-tunes under the family's recompute groups.
 
 Processes have equal threads and equal memory for KV (vLLM's has what kvkin's node has in its arena and in vLLM's cache together). For the shared workload vLLM has
 a prefill process for each model, kvkin one: more processes for vLLM, on the same cores. kvkin's router is a process besides; vLLM's proxy is the bench itself.
@@ -21,17 +21,18 @@ from kvkin.tools.bench_engine_options import ModelOptions, Sizes
 from kvkin.tools.bench_engine_parts import Measured, Say, TokenIds, made_on
 from kvkin.tools.bench_engine_result import SystemRound, disaggregated_result
 from kvkin.tools.bench_engine_setup import Shape, arrange, family_name
-from kvkin.tools.bench_engine_systems import System, in_flight, kvkin_system, vllm_system
+from kvkin.tools.bench_engine_systems import Session, System, in_flight, kvkin_system, vllm_system
 from kvkin.tools.eta import Eta
 
 ONE, SHARED = "one model", "shared"
-Requests = Sequence[tuple[str, tuple[int, ...]]]
 
 
 async def disaggregated(config: ClusterConfig, models: ModelOptions, sizes: Sizes, seed: int, say: Say) -> Measured:
     """Both workloads on both systems, in rounds."""
     family = family_name(config, models.model)
-    members, base = tuple(config.families[family].models), models.model or config.families[family].base
+    base = config.families[family].base
+    members = (base, *(name for name in config.families[family].models if name != base))
+    model = models.model or base
     (context,) = sizes.context
     if len(members) < 2:
         raise ConfigError("--config", f"{family} has one model: nothing is shared", "a family of several models")
@@ -49,37 +50,37 @@ async def disaggregated(config: ClusterConfig, models: ModelOptions, sizes: Size
             "vllm": await stack.enter_async_context(vllm_system(bench, members, sizes.threads)),
         }
         for system in systems.values():
-            await _one(system, _shared(ids, members, 1, context, sizes.suffix), sizes, len(members) - 1)
-            await _one(system, _own(ids, base, 2, context, sizes.suffix), sizes, -1)
+            await _one(system, _shared(ids, members, 1, context, sizes.suffix), sizes)
+            await _one(system, _own(ids, model, 2, context, sizes.suffix), sizes)
         eta = Eta("rounds", sizes.repeats, 0, say)
         rounds: dict[str, list[Mapping[str, SystemRound]]] = {ONE: [], SHARED: []}
         for number in range(sizes.repeats):
             workloads = {
-                ONE: (_own(ids, base, sizes.documents * len(members), context, sizes.suffix), -1),
-                SHARED: (_shared(ids, members, sizes.documents, context, sizes.suffix), len(members) - 1),
+                ONE: _own(ids, model, sizes.documents * len(members), context, sizes.suffix),
+                SHARED: _shared(ids, members, sizes.documents, context, sizes.suffix),
             }
-            for workload, (requests, later) in workloads.items():
+            for workload, sessions in workloads.items():
                 order = reversed(list(systems)) if number % 2 else list(systems)
-                rounds[workload].append({name: await _one(systems[name], requests, sizes, later) for name in order})
+                rounds[workload].append({name: await _one(systems[name], sessions, sizes) for name in order})
             eta.step()
         engines = {name: {"processes": each.processes, "nodes": each.engines} for name, each in systems.items()}
-    settings = {"model": base, "members": list(members)}
+    settings = {"model": model, "members": list(members)}
     return Measured(disaggregated_result(rounds, seed), engines, settings, made_on(bench))
 
 
-async def _one(system: System, requests: Requests, sizes: Sizes, later: int) -> SystemRound:
-    """One workload once on one system. ``later``: requests on the same context that a client would announce; -1: it does not know."""
-    answers, seconds = await in_flight(system, requests, sizes.requests, sizes.new_tokens, float(later))
+async def _one(system: System, sessions: Sequence[Session], sizes: Sizes) -> SystemRound:
+    """One workload once on one system."""
+    answers, seconds = await in_flight(system, sessions, sizes.requests, sizes.new_tokens)
     await system.settle()
     return SystemRound(tuple(answers), seconds)
 
 
-def _own(ids: TokenIds, model: str, count: int, context: int, suffix: int) -> Requests:
+def _own(ids: TokenIds, model: str, count: int, context: int, suffix: int) -> list[Session]:
     """Requests to one model, each with a prompt of its own."""
-    return [(model, ids.take(context + suffix)) for _ in range(count)]
+    return [[(model, ids.take(context + suffix))] for _ in range(count)]
 
 
-def _shared(ids: TokenIds, members: Sequence[str], documents: int, context: int, suffix: int) -> Requests:
-    """Requests to all members on each of some contexts."""
+def _shared(ids: TokenIds, members: Sequence[str], documents: int, context: int, suffix: int) -> list[Session]:
+    """Requests to all members, the base first, on each of some contexts."""
     contexts = [ids.take(context) for _ in range(documents)]
-    return [(model, (*each, *ids.take(suffix))) for each in contexts for model in members]
+    return [[(model, (*each, *ids.take(suffix))) for model in members] for each in contexts]

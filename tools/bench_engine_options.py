@@ -53,7 +53,7 @@ class SizeOptions:
     """stall: tokens of a prefill chunk, and of a slice of the recompute. Default: 512."""
 
     documents: int | None = None
-    """disaggregated: contexts of a round. Default: 2."""
+    """disaggregated: contexts of a round. Default: 3."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ DEFAULTS: dict[Part, Sizes] = {
     "overhead": Sizes((512,), 0, 8, 32, 0, 0, 7, 2, "compiled"),
     "stall": Sizes((2000,), 32, 7, 32, 512, 0, 7, 2, "compiled"),
     "ttft": Sizes((512, 1024, 2048, 4000), 32, 0, 0, 0, 0, 3, 2, "compiled"),
-    "disaggregated": Sizes((512,), 32, 3, 16, 0, 2, 3, 1, "eager"),
+    "disaggregated": Sizes((512,), 32, 3, 16, 0, 3, 3, 1, "eager"),
 }
 # Options that only some parts have a use for.
 _ONLY: dict[str, tuple[Part, ...]] = {

@@ -90,7 +90,9 @@ def serve_peer(
     for name, value in UCX.items():
         os.environ.setdefault(name, value)
     checkpoint, _ = node_weights(family, family.models[model], (model,), node)
-    vllm = PlainVllm(checkpoint, {**node.options, "kv_cache_memory_bytes": kv_bytes}, nixl=True)
+    options = {**node.options, "kv_cache_memory_bytes": kv_bytes}
+    # by default its connector has four threads that poll for transfers: on few cores they would take them from both systems
+    vllm = PlainVllm(checkpoint, options, nixl_threads=max(1, node.threads))
     mouth.say(0, Ready({**vllm.settings, "kv_bytes": kv_bytes, "threads": node.threads}))
     peer = Peer(vllm, inbox, mouth)
     while True:

@@ -165,7 +165,7 @@ def _disaggregated_what(settings: Result) -> str:
     return (
         f"{settings['requests']} requests in flight, contexts of {settings['context'][0]} tokens and {settings['suffix']} behind them, "
         f"{settings['new_tokens']} tokens answered; one model: `{settings['model']}`, every request with a context of its own; shared: each of "
-        f"{settings['documents']} contexts a round is asked about by all {len(settings['members'])} members; prefix caching on"
+        f"{settings['documents']} contexts a round is asked about by all {len(settings['members'])} members in turn; prefix caching on"
     )
 
 

@@ -38,6 +38,8 @@ from kvkin.tools.prepare import prepare_missing
 ROUTER, PREFILL = "router-0", "prefill-0"
 START_S = 900.0
 """Until a process has loaded: many at once compile on few cores."""
+STEP_TOKENS = 2048
+"""Tokens of one step of vLLM, prefills and decodes together, where the cluster file says nothing."""
 BLOCK_ROOM = 256
 """Tokens of KV that vLLM's cache has besides: what it rounds up to blocks, and keeps for itself."""
 
@@ -175,6 +177,8 @@ def _family_config(family: FamilyConfig, shape: Shape) -> FamilyConfig:
         arguments["enable_prefix_caching"] = shape.prefix_caching
     arguments.pop("max_model_len", None)
     chunk = family.chunk_tokens if shape.chunk_tokens is None else shape.chunk_tokens
+    # vLLM's own default shrinks with the longest request, which is short here
+    arguments.setdefault("max_num_batched_tokens", max(chunk, STEP_TOKENS))
     return msgspec.structs.replace(
         family, engine="vllm", vllm=arguments, chunk_tokens=chunk, max_context_tokens=shape.longest
     )

@@ -36,6 +36,10 @@ PREFILL_ONLY: dict[str, Any] = {
 """What vLLM's proxy sends with a prompt that is to be decoded elsewhere (vllm docs, NixlConnector)."""
 
 
+# Requests of one client, one after the other: (model, prompt).
+Session = Sequence[tuple[str, tuple[int, ...]]]
+
+
 class System(Protocol):
     """One of the two. ``processes`` by what they are for."""
 
@@ -151,26 +155,33 @@ async def vllm_system(bench: Bench, models: Sequence[str], threads: int) -> Asyn
 
 
 async def in_flight(
-    system: System, requests: Sequence[tuple[str, tuple[int, ...]]], most: int, new_tokens: int, share_hint: float
+    system: System, sessions: Sequence[Session], most: int, new_tokens: int
 ) -> tuple[list[Answer], float]:
-    """(answers in the order of ``requests``, seconds until the last): at most ``most`` at a time, begun in order."""
+    """(answers in the order of ``sessions`` and of their requests, seconds until the last one).
+
+    At most ``most`` sessions at a time, begun in order; the requests of one come one after the other, each when the one before is answered, and say how
+    many more will come.
+    """
     turn = asyncio.Semaphore(most)
 
-    async def one(model: str, ids: tuple[int, ...]) -> Answer:
+    async def one(session: Session) -> list[Answer]:
         try:
-            return await system.ask(model, ids, new_tokens, share_hint)
+            return [
+                await system.ask(model, ids, new_tokens, float(len(session) - number) if len(session) > 1 else -1.0)
+                for number, (model, ids) in enumerate(session, 1)
+            ]
         finally:
             turn.release()
 
     started, tasks = time.perf_counter(), []
     try:
         async with asyncio.timeout(ANSWER_S):
-            for model, ids in requests:
+            for session in sessions:
                 await turn.acquire()
-                tasks.append(asyncio.create_task(one(model, ids)))
-            answers = await asyncio.gather(*tasks)
+                tasks.append(asyncio.create_task(one(session)))
+            answers = [answer for answers in await asyncio.gather(*tasks) for answer in answers]
     except TimeoutError:
-        raise DeadlineExceeded(f"{len(requests)} requests took longer than {ANSWER_S:.0f} s") from None
+        raise DeadlineExceeded(f"{len(sessions)} sessions took longer than {ANSWER_S:.0f} s") from None
     finally:
         for task in tasks:
             task.cancel()

@@ -1,6 +1,6 @@
 """vLLM as it comes, in this process: no connector, no model class, no logits processor of kvkin's.
 
-What ``kvkin bench engine`` compares kvkin with, so it lives where vLLM may be imported; no node uses it. With ``nixl=True`` it has vLLM's own
+What ``kvkin bench engine`` compares kvkin with, so it lives where vLLM may be imported; no node uses it. With ``nixl_threads`` it has vLLM's own
 connector for disaggregated prefill. One thread owns it: ``add``, then ``step`` until ``busy`` is false.
 """
 
@@ -38,13 +38,16 @@ class Progress:
 
 
 class PlainVllm:
-    """An in-process engine on one ``checkpoint`` with vLLM's engine arguments ``options``. Raises ConfigError."""
+    """An in-process engine on one ``checkpoint`` with vLLM's engine arguments ``options``. Raises ConfigError.
 
-    def __init__(self, checkpoint: Path, options: Mapping[str, Any], *, nixl: bool = False) -> None:
+    ``nixl_threads``: how many threads its NIXL connector has for transfers; 0: no connector.
+    """
+
+    def __init__(self, checkpoint: Path, options: Mapping[str, Any], *, nixl_threads: int = 0) -> None:
         compat.check_version()
         compat.prepare_environment()
         _without_kvkin()
-        if nixl:
+        if nixl_threads:
             _find_nixl()
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
@@ -55,10 +58,13 @@ class PlainVllm:
         arguments = {**options, "model": str(checkpoint), "skip_tokenizer_init": True, "disable_log_stats": True}
         if current_platform.is_cpu():
             arguments.setdefault("block_size", CPU_BLOCK_SIZE)  # as kvkin's nodes have it
-        if nixl:
+        if nixl_threads:
             device = "cpu" if current_platform.is_cpu() else "cuda"
             arguments["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="NixlConnector", kv_role="kv_both", kv_buffer_device=device
+                kv_connector="NixlConnector",
+                kv_role="kv_both",
+                kv_buffer_device=device,
+                kv_connector_extra_config={"num_threads": nixl_threads},
             )
         try:
             config = EngineArgs(**arguments).create_engine_config()

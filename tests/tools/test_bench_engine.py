@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,10 @@ from kvkin.tools.bench_engine_messages import (
 )
 from kvkin.tools.bench_engine_options import DEFAULTS, ModelOptions, sizes_of
 from kvkin.tools.bench_engine_parts import TokenIds, check_alike
+from kvkin.tools.bench_engine_result import Answer
 from kvkin.tools.bench_engine_setup import Shape, arrange, checkpoint_config, chosen_group, user_config
 from kvkin.tools.bench_engine_stall import Beats, arrivals_in_memory, partial_plan
+from kvkin.tools.bench_engine_systems import in_flight
 from kvkin.tools.bench_engine_ttft import pair_of
 
 
@@ -343,3 +345,64 @@ async def test_one_child_that_cannot_start_ends_the_others(tmp_path: Path, monke
 def test_replies_survive_the_line() -> None:
     for reply in (Ready({"a": [1, None]}), Timed(0.25, 3), Stalled((0.5, 0.25), 1.5)):
         assert msgspec.json.decode(msgspec.json.encode(Answered(1, reply)), type=Answered).reply == reply
+
+
+# --- systems -----------------------------------------------------------------------------------------------------------------
+
+
+class FakeSystem:
+    """Answers when it is told to; remembers what was asked in which order, and how much ran at a time."""
+
+    def __init__(self, fails_on: str = "") -> None:
+        self.asked: list[tuple[str, float]] = []
+        self.engines: dict[str, Any] = {}
+        self.processes: dict[str, int] = {}
+        self.running = self.most = self.cancelled = 0
+        self._fails_on = fails_on
+
+    async def ask(self, model: str, token_ids: Sequence[int], new_tokens: int, share_hint: float) -> Answer:
+        self.asked.append((model, share_hint))
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            for _ in range(3):
+                await asyncio.sleep(0)
+            if model == self._fails_on:
+                raise NodeUnavailable(f"{model} is gone")
+            return Answer(model, len(token_ids), (1,) * new_tokens, 0.1, 0.2, 0, "exact")
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+
+    async def settle(self) -> None: ...
+
+
+async def test_sessions_in_flight_are_bounded_and_their_requests_come_in_turn() -> None:
+    system = FakeSystem()
+    sessions = [[(f"{name}{turn}", (1, 2)) for turn in range(3)] for name in "abcd"]
+    answers, seconds = await in_flight(system, sessions, 2, 4)
+    assert [answer.model for answer in answers] == [model for session in sessions for model, _ in session]
+    assert all(answer.token_ids == (1, 1, 1, 1) for answer in answers)
+    assert (system.most, system.running) == (2, 0)
+    assert seconds > 0
+    for name in "abcd":
+        assert [(model, hint) for model, hint in system.asked if model[0] == name] == [
+            (f"{name}0", 2.0),
+            (f"{name}1", 1.0),
+            (f"{name}2", 0.0),
+        ]
+
+
+async def test_a_request_by_itself_announces_nothing() -> None:
+    system = FakeSystem()
+    await in_flight(system, [[("a", (1,))], [("b", (1,))]], 1, 1)
+    assert (system.asked, system.most) == ([("a", -1.0), ("b", -1.0)], 1)
+
+
+async def test_a_request_that_fails_ends_the_others() -> None:
+    system = FakeSystem(fails_on="b")
+    with pytest.raises(NodeUnavailable, match="b is gone"):
+        await in_flight(system, [[("a", (1,))] * 50, [("b", (1,))]], 2, 1)
+    assert (system.running, system.cancelled) == (0, 1)
