@@ -186,8 +186,8 @@ class DecodeNode:
             running.plan.validate(self.settings.layout.num_layers)
             self._engine.submit(request, sink)
         except (KvkinError, ValueError) as error:
-            code = error.code if isinstance(error, KvkinError) else "invalid_request"
-            self._loop.call_soon(self._do, EngineFailed(execute.request_id, code, str(error), False))
+            code, retryable = _told(error, "invalid_request")
+            self._loop.call_soon(self._do, EngineFailed(execute.request_id, code, str(error), retryable))
             return
         running.publisher = Publisher(self.runtime, execute.model, execute.root)
         self._pull(running)
@@ -318,10 +318,15 @@ class DecodeNode:
             space.release()
 
     def broke(self, request_id: str, error: Exception) -> None:
-        code = error.code if isinstance(error, KvkinError) else "internal"
+        code, retryable = _told(error, "internal")
         if code == "internal":
             log.error("request failed in the engine", request=request_id, error=repr(error))
-        self._do(EngineFailed(request_id, code, str(error) or repr(error), False))
+        self._do(EngineFailed(request_id, code, str(error) or repr(error), retryable))
+
+
+def _told(error: Exception, default: str) -> tuple[str, bool]:
+    """(code, whether the request may succeed elsewhere or later) of what went wrong in the engine."""
+    return (error.code, error.retryable) if isinstance(error, KvkinError) else (default, False)
 
 
 def _average(old: float, new: float) -> float:

@@ -215,7 +215,8 @@ class PrefillNode:
             why = str(error)
             self._send(self.runtime.server.order_failed(running.blocks, order_id, why))
             self._release(running)
-            self._do(ComputeEnded(order_id, code=getattr(error, "code", "internal"), error=why))
+            code, retryable = getattr(error, "code", "internal"), getattr(error, "retryable", False)
+            self._do(ComputeEnded(order_id, code=code, error=why, retryable=retryable))
             return
         self._release(running)
         assert counters is not None
