@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import engine_harness
 import psutil
 import pytest
@@ -30,6 +29,8 @@ from kvkin.engines.vllm.compat import installed_version
 if installed_version() is None:
     pytest.skip("vLLM is not installed here (make install ENGINE=vllm)", allow_module_level=True)
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import cloudpickle
 
 from kvkin.engines.vllm.engine import VllmEngine, VllmModel
 from kvkin.engines.vllm.launch import Runtime, build_runtime
