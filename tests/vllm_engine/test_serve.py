@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import openai
 import oracle
 import pytest
 from cluster_harness import greedy
@@ -32,6 +31,8 @@ from serve_harness import (
 
 from kvkin.kv.plan import Holder, LayerGroup, LayerSource, PlanKind, ReusePlan, Segment
 from kvkin.kv.provenance import exact_provenance
+
+openai = pytest.importorskip("openai", reason="it comes with vLLM")
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
