@@ -123,8 +123,12 @@ def interrupts_blocked() -> Iterator[None]:
 @contextmanager
 def active(connector: Any) -> Iterator[None]:
     """Around whatever an engine does: its connector is the process's, and no other engine runs meanwhile."""
+    import torch
     import vllm.distributed.kv_transfer.kv_transfer_state as state
 
+    # torch sets a thread's OpenMP threads at its first operation there; vLLM's attention ends the process if that comes between
+    # its planning and its running
+    torch.get_num_threads()
     with PROCESS_LOCK:
         before, state._KV_CONNECTOR_AGENT = state._KV_CONNECTOR_AGENT, connector
         try:

@@ -178,7 +178,13 @@ def test_a_checkpoint_that_vllm_refuses_ends_it_with_the_log(
 
 def test_ctrl_c_leaves_nothing(cluster: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvkin.tools.cli", "bench", "engine", "overhead", "--config", str(cluster)]
-    process = subprocess.Popen([*command, "--mode", "eager", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*command, "--mode", "eager", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # a shell's background jobs, this suite perhaps, ignore it, and so would their children
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - one call, no lock
+    )
     try:
         deadline = time.monotonic() + 120
         while len(left_behind(process.pid)) < 3:
