@@ -142,10 +142,13 @@ def assert_reused(
 
 def check_both_plans(cluster: LiveCluster, seed: int) -> None:
     """The pool prefills a context; one fine-tune reuses it in part, the other, whose lower layers are the base's, exactly."""
-    ids = prompt(seed, 401)
-    cluster.order(ids)
-    cluster.settled()
-    answer = cluster.ask(FULL, ids, TOKENS, reuse="any", publish=False)
+    for attempt in range(10):
+        ids = prompt(100 * seed + attempt, 401)
+        cluster.order(ids)
+        cluster.settled()
+        answer = cluster.ask(FULL, ids, TOKENS, reuse="any", publish=False)
+        if answer.report.kind is not PlanKind.EXACT:  # whoever had it ordered was answered before it left
+            break
     assert_reused(answer, ids, PlanKind.PARTIAL, Quality.UNPROFILED, (2, 5))
     approximate = assert_answer(cluster, FULL, ids, answer)
     answer = cluster.ask(UPPER, ids, TOKENS, reuse="exact", publish=False)
