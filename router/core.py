@@ -129,7 +129,7 @@ class RouterCore:
             case PeerLost():
                 self._apply(self.membership.peer_lost(event.peer))
             case TimePassed():
-                self._time_passed()
+                self._time_passed(event.stood_still_s)
             case StopAsked():
                 self._stop_asked(event.at_once)
         if self.serving.stopping and not self.serving.requests and not self._stopped:
@@ -308,8 +308,13 @@ class RouterCore:
 
     # --- time --------------------------------------------------------------------------------------------------------
 
-    def _time_passed(self) -> None:
+    def _time_passed(self, stood_still_s: float) -> None:
         now, timeouts = self._out.now, self._settings.timeouts
+        if stood_still_s:
+            self._out.note("warning", "the router itself stood still", seconds=round(stood_still_s, 1))
+            self.membership.overlook(stood_still_s, now)
+            for client, at in self._pinged_at.items():
+                self._pinged_at[client] = min(now, at + stood_still_s)
         self._apply(self.membership.tick(now))
         for client in [one for one, at in self._pinged_at.items() if now - at > timeouts.client_dead_s]:
             self._client_lost(client, "the client fell silent")

@@ -69,7 +69,9 @@ class PeerLost(msgspec.Struct, frozen=True):
 
 
 class TimePassed(msgspec.Struct, frozen=True):
-    pass
+    """``stood_still_s``: for so long the router itself did not run (a paused machine, no CPU): nobody's silence in it means anything."""
+
+    stood_still_s: float = 0.0
 
 
 class StopAsked(msgspec.Struct, frozen=True):

@@ -304,6 +304,11 @@ class Membership:
         member = self.member_of(peer)
         return self._end(member, "disconnected") if member is not None else []
 
+    def overlook(self, seconds: float, now: float) -> None:
+        """Nobody could be heard for so long: it does not count as their silence."""
+        for member in self._members.values():
+            member.last_seen = min(now, member.last_seen + seconds)
+
     def tick(self, now: float) -> list[Fact]:
         timeouts = self._settings.timeouts
         facts: list[Fact] = []

@@ -46,6 +46,7 @@ from kvkin.router.front import Front, PromptWorkers
 from kvkin.router.planning import Choose
 from kvkin.router.settings import RouterSettings
 from kvkin.router.sockets import RouterSocket
+from kvkin.transport.attention import Standstill
 from kvkin.transport.codec import MAX_FRAME_BYTES, encode, node_to_router
 
 log = structlog.get_logger()
@@ -116,6 +117,7 @@ class RouterNode:
             self._workers.close()
             self._context.term()
             raise
+        self._standstill = Standstill(settings.timeouts.tick_s, self._loop.time())
         self._tick()
         log.info("router is up", router=settings.name, clients=self.client_address, nodes=self.node_address)
 
@@ -177,7 +179,7 @@ class RouterNode:
 
     def _tick(self) -> None:
         self._ticking = self._loop.call_later(self.settings.timeouts.tick_s, self._tick)
-        self._feed(TimePassed())
+        self._feed(TimePassed(self._standstill.look(self._loop.time())))
 
     def _report_prompt(self, event: PromptReady | PromptFailed) -> None:
         """On a worker thread; the loop may be gone while the last workers finish."""

@@ -26,7 +26,8 @@ from kvkin.transport.client import Client, SyncStream
 from kvkin.transport.messages import Finished, NodeLoad, NodeStatus, Sampling, StatusReply
 
 BLOCK = 16
-PREFILL, ON_BASE, ON_FULL, SPARE = "prefill-0", "decode-base", "decode-full", "decode-spare"
+ROUTER, PREFILL = "router-0", "prefill-0"
+ON_BASE, ON_FULL, SPARE = "decode-base", "decode-full", "decode-spare"
 WAIT_S = 60.0
 # Prompts of this many tokens are prefilled in a hundred chunks, so that there is a middle to act in.
 LONG = 1600
@@ -43,7 +44,7 @@ def write_cluster(folder: Path, backend: str) -> Path:
     client_port, node_port = free_ports(2)
     small = {"kv_bytes": "24MiB", "e_bytes": "24MiB", "threads": 1, "port": 0, "max_running": 2}
     nodes: dict[str, Any] = {
-        "router-0": {"role": "router", "client_port": client_port, "node_port": node_port},
+        ROUTER: {"role": "router", "client_port": client_port, "node_port": node_port},
         PREFILL: {"role": "prefill", "models": [BASE], **{k: v for k, v in small.items() if k != "max_running"}},
         ON_BASE: {"role": "decode", "models": [BASE], **small},
         ON_FULL: {"role": "decode", "models": [FULL], **small},
@@ -94,7 +95,7 @@ class LiveCluster:
     def __init__(self, file: Path) -> None:
         self.config = load_cluster(file)
         self.processes = ClusterProcesses(file, self.config, log_dir=file.parent / "logs")
-        router = self.config.routers["router-0"]
+        router = self.config.routers[ROUTER]
         self.client_address = f"tcp://{router.host}:{router.client_port}"
         self.node_address = f"tcp://{router.host}:{router.node_port}"
         self.client = self.new_client()
@@ -169,7 +170,7 @@ class LiveCluster:
         return self.node(name, status).load
 
     def all_alive(self, status: StatusReply) -> bool:
-        return {node.name for node in status.nodes if node.state == "alive"} == set(self.config.nodes) - {"router-0"}
+        return {node.name for node in status.nodes if node.state == "alive"} == set(self.config.nodes) - {ROUTER}
 
     def settled(self) -> StatusReply:
         """Once nothing runs any more: nothing is leased, quarantined or held that nobody could be offered."""

@@ -31,6 +31,7 @@ import zmq.asyncio
 
 from kvkin.kv import errors
 from kvkin.kv.errors import ConfigError, InvalidRequest, KvkinError, NodeUnavailable, ProtocolError
+from kvkin.transport.attention import Standstill
 from kvkin.transport.codec import client_replies, encode
 from kvkin.transport.messages import (
     Accepted,
@@ -257,8 +258,10 @@ class AsyncClient:
 
     async def _keep_alive(self) -> None:
         loop = asyncio.get_running_loop()
+        standstill = Standstill(self._ping_s, loop.time())
         while True:
             await asyncio.sleep(self._ping_s)
+            self._heard_at = min(loop.time(), self._heard_at + standstill.look(loop.time()))
             if not self._waiting:
                 self._heard_at = loop.time()
                 continue

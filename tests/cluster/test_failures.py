@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import pytest
 from cluster_harness import (
@@ -12,6 +13,7 @@ from cluster_harness import (
     ON_BASE,
     ON_FULL,
     PREFILL,
+    ROUTER,
     SPARE,
     UPPER,
     LiveCluster,
@@ -139,8 +141,8 @@ def test_router_killed_and_restarted(cluster: LiveCluster) -> None:
     ):
         first_token(streamed)
         cluster.until(lambda status: cluster.load(ON_BASE, status).running == 1, "running request")
-        cluster.kill("router-0")
-        cluster.restart("router-0")
+        cluster.kill(ROUTER)
+        cluster.restart(ROUTER)
         for stream in (streamed, quiet):
             error = error_of(stream)
             assert isinstance(error, NodeUnavailable)
@@ -179,6 +181,22 @@ def test_two_nodes_frozen_at_once(cluster: LiveCluster) -> None:
         cluster.until(cluster.all_alive, "thawed nodes")
     cluster.settled()
     assert cluster.ask(BASE, prompt(64, 80)).usage.completion_tokens == 4
+
+
+def test_a_router_that_is_frozen_for_longer_than_a_silence_is_allowed_loses_nobody(cluster: LiveCluster) -> None:
+    """Whatever fell silent by its clock only is no reason to end anything: the nodes computed on, the client waited."""
+    ids = prompt(69, 80)
+    expected = cluster.expected(FULL, ids, 300)
+    lost = cluster.client.status().counters.get("nodes_lost", 0)
+    with cluster.client.stream(FULL, token_ids=ids, sampling=greedy(300), reuse="off", publish=False) as stream:
+        first = first_token(stream)
+        cluster.freeze(ROUTER)
+        # time itself is what the test is about
+        threading.Event().wait(cluster.config.timeouts.node_dead_s + 1)
+        cluster.thaw()
+        answer = stream.finish()
+    assert (first, answer.token_ids) == (expected[0], expected)
+    assert cluster.client.status().counters.get("nodes_lost", 0) == lost
 
 
 def test_consumer_killed_while_it_pulls_leaves_no_lease(cluster: LiveCluster) -> None:

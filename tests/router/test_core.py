@@ -594,6 +594,22 @@ def test_a_client_that_pinged_and_fell_silent_is_gone(sim: Sim) -> None:
     assert len(sim.told(Abort)) == 1
 
 
+def test_a_router_that_stood_still_blames_nobody_for_it(sim: Sim) -> None:
+    """What the others said meanwhile is still unread when its clock goes on; who stays silent is lost as ever."""
+    sim.join("d0")
+    sim.run()
+    sim.feed(ClientAsked(CLIENT, Ping("p", ("1",))))
+    sim.now += 40.0
+    sim.feed(TimePassed(stood_still_s=39.9))
+    assert sim.core.num_requests == 1
+    sim.wait(4.5)
+    assert sim.core.membership.serving("base") == ("d0",)
+    sim.wait(1.0)
+    assert sim.core.membership.serving("base") == ()
+    sim.wait(28.0)
+    assert sim.core.num_requests == 0
+
+
 def test_a_client_that_never_pings_is_left_alone(sim: Sim) -> None:
     sim.join("d0")
     sim.run()
