@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import zmq
 import zmq.asyncio
+from tiny_models import make_tiny
 from transformers import AutoModelForCausalLM
 
 from kvkin.configs.checkpoints import read_model
@@ -328,6 +329,24 @@ def partial_plan(holder: Holder, context: int, total: int, start: int, stop: int
     return ReusePlan((segment, Segment(context, total)))
 
 
+@contextlib.asynccontextmanager
+async def scripted_router() -> AsyncIterator[ScriptedRouter]:
+    context = zmq.asyncio.Context()
+    router = ScriptedRouter(context)
+    yield router
+    await router.close()
+    context.destroy(linger=0)
+
+
+def tiny_members(root: Path, **shape: Any) -> dict[str, Member]:
+    """A base and a fine-tune of other weights, on disk below ``root``; ``shape`` as in ``make_tiny``."""
+    paths = {
+        name: make_tiny("llama", root / name, seed=seed, num_layers=LAYERS, **shape)
+        for name, seed in (("base", 1), ("tune", 2))
+    }
+    return {name: load_member(name, path, root / "cache") for name, path in paths.items()}
+
+
 def assert_clean(*nodes: Any) -> None:
     """Nothing is pinned, leased or lost: every used slot belongs to a stored block."""
     for node in nodes:
@@ -337,3 +356,20 @@ def assert_clean(*nodes: Any) -> None:
         assert store.e_pool.used == sum(len(block.e_slots) for block in store.blocks())
         assert len(node.runtime.server.leases) == 0
         assert node.runtime.transport.quarantined_bytes == 0
+
+
+async def until_clean(router: ScriptedRouter, *nodes: Any) -> None:
+    """``assert_clean``, once the messages that give back leases and pins have arrived."""
+
+    def clean() -> bool:
+        try:
+            assert_clean(*nodes)
+        except AssertionError:
+            return False
+        return True
+
+    try:
+        await router.until(clean)
+    except TimeoutError:
+        assert_clean(*nodes)
+        raise

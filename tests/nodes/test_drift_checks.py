@@ -16,12 +16,12 @@ from node_harness import (
     LAYERS,
     Member,
     ScriptedRouter,
-    assert_clean,
     exact_plan,
     greedy,
     partial_plan,
     pulled,
     running,
+    until_clean,
 )
 from transformers import AutoModelForCausalLM
 
@@ -86,8 +86,7 @@ async def cluster(members: dict[str, Member], router: ScriptedRouter, **changes:
         node = await stack.enter_async_context(running("decode", NODE, [tune], router, **{"checks": SOON, **changes}))
         await router.order(PREFILL, "order", "base", TOKENS)
         yield Cluster(members, router, prefill, node)
-        await router.until(lambda: router.load(PREFILL).leases == 0)
-    assert_clean(prefill, node)
+        await until_clean(router, prefill, node)
 
 
 class Oracle:

@@ -24,6 +24,7 @@ from node_harness import (
     partial_plan,
     pulled,
     running,
+    until_clean,
 )
 
 from kvkin.decode_nodes import node as decode_module
@@ -89,8 +90,7 @@ async def test_held_back_layer_stops_only_what_needs_it(
         assert done.token_ids == expected.token_ids
         assert not done.report.fallback
         assert done.timings.wait_ms > 0
-        await router.until(lambda: router.load("prefill-0").leases == 0)
-    assert_clean(prefill, node)
+        await until_clean(router, prefill, node)
 
 
 async def test_evicted_blocks_and_wrong_lineage_fall_back(members: dict[str, Member], router: ScriptedRouter) -> None:

@@ -19,6 +19,7 @@ from node_harness import (
     partial_plan,
     pulled,
     running,
+    until_clean,
 )
 
 from kvkin.decode_nodes.node import DecodeNode
@@ -79,8 +80,7 @@ async def test_private_order_exact_and_partial(
         done = await router.execute("decode-tune", "most", "tune", TOKENS, full, publish=False)
         assert done.report.layers_recomputed == LAYERS - 1
 
-        await router.until(lambda: router.load("prefill-0").leases == 0)
-    assert_clean(prefill, node, other)
+        await until_clean(router, prefill, node, other)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -186,8 +186,7 @@ async def test_live_order_is_pulled_while_it_is_computed(members: dict[str, Memb
         assert not approximate.report.fallback
         orders = await router.until(lambda: len(router.messages) and router.of(OrderDone, "order-10"))
         assert orders[0].computed_tokens in (0, CONTEXT)
-        await router.until(lambda: router.load("prefill-0").leases == 0)
-    assert_clean(prefill, node, other)
+        await until_clean(router, prefill, node, other)
 
 
 async def test_a_stopping_node_finishes_what_runs(members: dict[str, Member], router: ScriptedRouter) -> None:

@@ -3,81 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
 
 import pytest
-import torch
-import zmq.asyncio
 from node_harness import (
     BLOCK,
-    CHUNK,
-    LAYERS,
     Member,
     ScriptedRouter,
-    assert_clean,
     exact_plan,
     greedy,
-    load_member,
     partial_plan,
     pulled,
     running,
+    until_clean,
 )
-from tiny_models import make_tiny
-from vllm_bench import OPTIONS, WIDE, still_running, worker_processes
+from vllm_bench import still_running, worker_processes
+from vllm_nodes import CONTEXT, TOKENS, assert_same_kv, node_engine
 
-from kvkin.engines.vllm.engine import VllmEngine, VllmModel
 from kvkin.kv.plan import PlanKind, private_plan
 from kvkin.transport.node_messages import Failed, Generated
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-TOKENS = tuple(int(t) for t in torch.randint(3, 320, (101,), generator=torch.Generator().manual_seed(5)))
-CONTEXT = 96
 
-
-@pytest.fixture(scope="module")
-def members(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Member]:
-    root = tmp_path_factory.mktemp("models")
-    paths = {
-        name: make_tiny("llama", root / name, seed=seed, num_layers=LAYERS, **WIDE)
-        for name, seed in (("base", 1), ("tune", 2))
-    }
-    return {name: load_member(name, path, root / "cache") for name, path in paths.items()}
-
-
-@pytest.fixture
-async def router() -> AsyncIterator[ScriptedRouter]:
-    context = zmq.asyncio.Context()
-    router = ScriptedRouter(context)
-    yield router
-    await router.close()
-    context.destroy(linger=0)
-
-
-@pytest.fixture
-def two_ranks() -> Callable[[Member], VllmEngine]:
-    def make(member: Member) -> VllmEngine:
-        model = VllmModel(member.path, None, None, frozenset(), member.lineage.id)
-        return VllmEngine(
-            {member.name: model},
-            block_size=BLOCK,
-            chunk_tokens=CHUNK,
-            transition_layers=(1, 2),
-            options=OPTIONS | {"enable_prefix_caching": True, "tensor_parallel_size": 2},
-        )
-
-    return make
-
-
-async def test_nodes_of_two_ranks(
-    members: dict[str, Member], router: ScriptedRouter, two_ranks: Callable[[Member], VllmEngine]
-) -> None:
+async def test_nodes_of_two_ranks(members: dict[str, Member], router: ScriptedRouter) -> None:
     """An order on two ranks is pulled by the reference engine, and one of the reference engine by two ranks, exactly and in part."""
     base, tune = members["base"], members["tune"]
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        prefill = await enter(running("prefill", "prefill-v", [base], router, two_ranks(base)))
-        decode = await enter(running("decode", "decode-v", [tune], router, two_ranks(tune)))
+        prefill = await enter(
+            running("prefill", "prefill-v", [base], router, node_engine(base, tensor_parallel_size=2))
+        )
+        decode = await enter(running("decode", "decode-v", [tune], router, node_engine(tune, tensor_parallel_size=2)))
         other = await enter(running("prefill", "prefill-r", [base], router))
         own = await enter(running("decode", "base-r", [base], router))
         reference = await enter(running("decode", "decode-r", [tune], router))
@@ -89,10 +45,7 @@ async def test_nodes_of_two_ranks(
             twin = prefill.runtime.store.get(*block.key)
             assert twin is not None
             assert set(twin.e_slots) == set(block.e_slots) == {1, 2}
-            for layer in range(LAYERS):
-                theirs = other.runtime.memory.arena.kv_block(layer, block.slot).view("float32")
-                ours = prefill.runtime.memory.arena.kv_block(layer, twin.slot).view("float32")
-                assert abs(ours - theirs).max() <= 1e-4 * max(1.0, abs(theirs).max())
+            assert_same_kv(prefill, twin, other, block)
             for layer, slot in block.e_slots.items():
                 theirs = other.runtime.memory.arena.e_block(slot).view("float32")
                 ours = prefill.runtime.memory.arena.e_block(twin.e_slots[layer]).view("float32")
@@ -115,10 +68,7 @@ async def test_nodes_of_two_ranks(
         for block in decode.runtime.store.blocks():
             twin = reference.runtime.store.get(*block.key)
             assert twin is not None
-            for layer in range(LAYERS):
-                ours = decode.runtime.memory.arena.kv_block(layer, block.slot).view("float32")
-                theirs = reference.runtime.memory.arena.kv_block(layer, twin.slot).view("float32")
-                assert abs(ours - theirs).max() <= 1e-4 * max(1.0, abs(theirs).max())
+            assert_same_kv(decode, block, reference, twin)
 
         # its own blocks, and those of the other node of two ranks
         again = await router.execute("decode-v", "again", "tune", TOKENS, private_plan(len(TOKENS)), publish=False)
@@ -130,15 +80,14 @@ async def test_nodes_of_two_ranks(
         lost = await router.execute("decode-v", "lost", "tune", TOKENS, gone, publish=False)
         assert list(lost.token_ids) == greedy(tune, TOKENS, 6)
         assert lost.report.fallback
-        await router.until(lambda: router.load("prefill-v").leases == 0)
-        assert_clean(prefill, decode, own, reference)
+        await until_clean(router, prefill, decode, own, reference)
 
 
 async def test_a_node_whose_rank_is_killed_ends_its_requests(
-    members: dict[str, Member], router: ScriptedRouter, two_ranks: Callable[[Member], VllmEngine]
+    members: dict[str, Member], router: ScriptedRouter
 ) -> None:
     base = members["base"]
-    engine = two_ranks(base)
+    engine = node_engine(base, tensor_parallel_size=2)
     processes = worker_processes(engine._runtime)
     async with running("decode", "decode-v", [base], router, engine):
         await router.start("decode-v", "r", "base", TOKENS, private_plan(len(TOKENS)), max_tokens=300)
