@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvkin.configs.convert import child_key
 from kvkin.configs.schema import ClusterConfig
-from kvkin.configs.vllm_rules import quantization
+from kvkin.configs.vllm_rules import check_one_checkpoint, check_windows, quantization
 from kvkin.kv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,11 +25,7 @@ def check_attached(config: ClusterConfig) -> None:
         family_name = config.family_of(node.models[0])
         assert family_name is not None, "nodes are checked before"
         family = config.families[family_name]
-        first = family.models[node.models[0]].checkpoint
-        for index, model in enumerate(node.models):
-            if family.models[model].checkpoint != first:
-                problem = f"{model!r} is another checkpoint than {node.models[0]!r}, and one vLLM server runs one"
-                raise ConfigError(f"{key}.models[{index}]", problem, "adapters of one checkpoint, or a server for each")
+        check_one_checkpoint(key, family, node.models, "server", "a server for each")
         if quantization(family.vllm) is not None:
             problem = f"{child_key('families', family_name)}.vllm.quantization is set, and a server quantises by itself"
             raise ConfigError(f"{key}.role", problem, "decode, or a family whose weights are not quantised")
@@ -41,9 +37,7 @@ def check_attached_family(config: ClusterConfig, family: ResolvedFamily) -> None
         if config.family_of(node.models[0]) != family.name:
             continue
         key = f"{child_key('nodes', name)}.models"
-        if any(window is not None for window in family.base.geometry.windows):
-            problem = "vLLM drops KV behind an attention window, so it could not be given to others"
-            raise ConfigError(key, problem, "models without a window")
+        check_windows(key, family.base.geometry.windows, "models without a window")
         for index, model in enumerate(node.models):
             identity = family.models.get(model)
             if identity is not None and identity.geometry.quantisation is not None:

@@ -38,7 +38,21 @@ class InstalledVllm:
 
     @property
     def supported(self) -> bool:
-        return self.version.split("+")[0].split(".")[:2] == SUPPORTED_MINOR.split(".")
+        return is_supported(self.version)
+
+
+def is_supported(version: str) -> bool:
+    return version.split("+")[0].split(".")[:2] == SUPPORTED_MINOR.split(".")
+
+
+def declared() -> tuple[str, str] | None:
+    """(name, version) of the package of vLLM that is declared to be installed; None if none is. Looks at no file of it."""
+    for name in _DISTRIBUTIONS:
+        try:
+            return name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def installed_vllm() -> InstalledVllm | None:
@@ -58,12 +72,7 @@ def _distribution(folder: Path) -> tuple[str, str]:
         # plugins of vLLM are called like it: only the package itself has this file
         if found.name.startswith("vllm") and any(str(file) == f"vllm/{ARGUMENTS_FILE}" for file in found.files or ()):
             return found.name, found.version
-    for name in _DISTRIBUTIONS:  # an editable installation lies elsewhere
-        try:
-            return name, metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "vllm", "unknown"
+    return declared() or ("vllm", "unknown")  # an editable installation lies elsewhere
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ from kvkin.configs.vllm_install import check_installed, installed_vllm
 from kvkin.configs.vllm_rules import (
     argument_key,
     check_ranks,
+    check_windows,
     engine_key,
     node_arguments,
     node_engine,
@@ -97,11 +98,8 @@ def vllm_node(config: ClusterConfig, family: ResolvedFamily, name: str) -> VllmN
 
 def _check_node(config: ClusterConfig, family: ResolvedFamily, name: str) -> None:
     arguments = node_arguments(config, name)
-    windows = family.base.geometry.windows
-    if any(window is not None for window in windows):
-        problem = "vLLM drops KV behind an attention window, so it could not be given to others"
-        raise ConfigError(engine_key(config, name), problem, "engine: reference for models with a window")
     geometry, ranks = family.base.geometry, arguments.get("tensor_parallel_size", 1)
+    check_windows(engine_key(config, name), geometry.windows, "engine: reference for models with a window")
     key = argument_key(config, name, "tensor_parallel_size")
     check_ranks(key, ranks, geometry.num_heads, geometry.kv_heads)
     longest = arguments.get("max_model_len", family.max_context_tokens)

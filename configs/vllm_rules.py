@@ -8,13 +8,13 @@ installed version can tell in ``configs.vllm_install``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from kvkin.configs.convert import child_key, parse_size
-from kvkin.configs.schema import ClusterConfig, DecodeNode, EngineName, PrefillNode, WorkerNode
+from kvkin.configs.schema import ClusterConfig, DecodeNode, EngineName, FamilyConfig, PrefillNode, WorkerNode
 from kvkin.kv.errors import ConfigError
 
 _OTHER_KEY = "no such key here"
@@ -180,6 +180,13 @@ def on_reference(config: ClusterConfig) -> ClusterConfig:
     return msgspec.structs.replace(config, families=families, nodes=nodes)
 
 
+def check_limited(key: str, argument: str, value: object) -> None:
+    """Raise ConfigError for a value of an engine argument that kvkin cannot serve with."""
+    if argument in LIMITED and value not in LIMITED[argument][0]:
+        values, why = LIMITED[argument]
+        raise ConfigError(key, f"cannot be {value!r}: {why}", " or ".join(map(str, values)))
+
+
 def check_ranks(key: str, ranks: int, num_heads: int, kv_heads: int) -> None:
     """Raise ConfigError unless vLLM can divide a model's heads among ``ranks`` processes.
 
@@ -204,6 +211,20 @@ def vllm_warnings(config: ClusterConfig) -> list[str]:
     ]
 
 
+def check_one_checkpoint(key: str, family: FamilyConfig, models: Sequence[str], what: str, otherwise: str) -> None:
+    """Raise ConfigError unless ``models`` of the node at ``key`` are one checkpoint and adapters of it; ``what`` of vLLM runs them."""
+    for index, model in enumerate(models):
+        if family.models[model].checkpoint != family.models[models[0]].checkpoint:
+            problem = f"{model!r} is another checkpoint than {models[0]!r}, and one vLLM {what} runs one"
+            raise ConfigError(f"{key}.models[{index}]", problem, f"adapters of one checkpoint, or {otherwise}")
+
+
+def check_windows(key: str, windows: Iterable[int | None], allowed: str) -> None:
+    """Raise ConfigError for a model with an attention window: what of its context lies before it is not there to be shared."""
+    if any(window is not None for window in windows):
+        raise ConfigError(key, "vLLM drops KV behind an attention window, so it could not be given to others", allowed)
+
+
 def _check_arguments(key: str, arguments: Mapping[str, Any]) -> None:
     """Names and values of one ``vllm`` section, as far as they can be judged without vLLM."""
     for argument, value in arguments.items():
@@ -225,9 +246,7 @@ def _check_arguments(key: str, arguments: Mapping[str, Any]) -> None:
         if argument in _COUNTS and (type(value) is not int or value < _COUNTS[argument]):
             size = ', or a size such as "512MiB"' if argument.endswith("_bytes") else ""
             raise ConfigError(where, f"cannot be {value!r}", f"a whole number from {_COUNTS[argument]} on{size}")
-        if argument in LIMITED and value not in LIMITED[argument][0]:
-            values, why = LIMITED[argument]
-            raise ConfigError(where, f"cannot be {value!r}: {why}", " or ".join(map(str, values)))
+        check_limited(where, argument, value)
         if argument == "load_format" and value == "dummy":
             raise ConfigError(
                 where, "dummy weights are no weights of the model that their KV would pass for", "any other"
@@ -240,11 +259,7 @@ def _check_node(config: ClusterConfig, name: str) -> None:
     node = worker_node(config, name)
     family = config.families[family_name(config, name)]
     key = child_key("nodes", name)
-    first = family.models[node.models[0]].checkpoint
-    for index, model in enumerate(node.models):
-        if family.models[model].checkpoint != first:
-            problem = f"{model!r} is another checkpoint than {node.models[0]!r}, and one vLLM engine runs one"
-            raise ConfigError(f"{key}.models[{index}]", problem, "adapters of one checkpoint, or a node for each")
+    check_one_checkpoint(key, family, node.models, "engine", "a node for each")
     arguments = node_arguments(config, name)
     step = arguments.get("max_num_batched_tokens")
     if step is not None and step < family.chunk_tokens:

@@ -16,11 +16,12 @@ from typing import TypeVar
 import torch
 from tokenizers import Tokenizer
 
+from kvkin.engines.admitting import check_covered, execution_of
 from kvkin.engines.api import Arrival, EngineRequest, EngineSink
 from kvkin.engines.layer_ops import LayerOps, layout_of
 from kvkin.engines.loop import ActiveRequests, EngineLoop
 from kvkin.engines.requests import RunningRequest
-from kvkin.kv.errors import InvalidRequest, NodeUnavailable
+from kvkin.kv.errors import NodeUnavailable
 from kvkin.kv.execution import PlanExecution
 from kvkin.kv.layout import KVLayout
 from kvkin.kv.plan import ReusePlan
@@ -61,18 +62,12 @@ class ReferenceEngine:
     # --- from any thread -------------------------------------------------------------------------------------------------
 
     def plan_execution(self, model: str, plan: ReusePlan) -> PlanExecution:
-        loaded = self._models.get(model)
-        if loaded is None:
-            raise InvalidRequest(f"model {model!r} is not on this node (allowed: {', '.join(self.models)})")
-        try:
-            return PlanExecution(plan, loaded.ops.num_layers, self._chunk_tokens)
-        except ValueError as error:
-            raise InvalidRequest(f"plan: {error}") from None
+        layout = self._layouts.get(model)
+        return execution_of(plan, model, self.models, layout.num_layers if layout else 0, self._chunk_tokens)
 
     def submit(self, request: EngineRequest, sink: EngineSink) -> PlanExecution:
         planned = self.plan_execution(request.model, request.plan)
-        if planned.plan.num_tokens != len(request.token_ids):
-            raise InvalidRequest(f"plan covers {planned.plan.num_tokens} of {len(request.token_ids)} tokens")
+        check_covered(request, planned)
         self._active.add(request)
         if not self._loop.post(lambda: self._admit(request, sink, self._models[request.model])):
             raise NodeUnavailable("the engine is closed")

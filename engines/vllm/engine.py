@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkin.engines.admitting import check_covered, execution_of
 from kvkin.engines.api import Arrival, EngineRequest, EngineSink
 from kvkin.engines.loop import ActiveRequests, EngineLoop
 from kvkin.engines.vllm import compat
@@ -108,17 +109,11 @@ class VllmEngine:
     # --- from any thread ---------------------------------------------------------------------------------------------------
 
     def plan_execution(self, model: str, plan: ReusePlan) -> PlanExecution:
-        if model not in self._models:
-            raise InvalidRequest(f"model {model!r} is not on this node (allowed: {', '.join(self.models)})")
-        try:
-            return PlanExecution(plan, self._layout.num_layers, self._chunk_tokens)
-        except ValueError as error:
-            raise InvalidRequest(f"plan: {error}") from None
+        return execution_of(plan, model, self.models, self._layout.num_layers, self._chunk_tokens)
 
     def submit(self, request: EngineRequest, sink: EngineSink) -> PlanExecution:
         planned = self.plan_execution(request.model, request.plan)
-        if planned.plan.num_tokens != len(request.token_ids):
-            raise InvalidRequest(f"plan covers {planned.plan.num_tokens} of {len(request.token_ids)} tokens")
+        check_covered(request, planned)
         if not set(request.taps) <= set(self._taps):
             raise InvalidRequest(f"taps {request.taps}: the engine taps {self._taps}")
         self._active.add(request)

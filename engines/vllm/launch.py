@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 from tokenizers import Tokenizer
 
-from kvkin.configs.vllm_rules import check_ranks
+from kvkin.configs.vllm_rules import check_limited, check_ranks
 from kvkin.engines.loop import apart
 from kvkin.engines.vllm import compat
 from kvkin.engines.vllm.plugin import ARCHITECTURES, CONNECTOR, CONNECTOR_MODULE, register_here
@@ -30,13 +30,6 @@ OWN = (
     *("disable_log_stats", "async_scheduling", "speculative_config"),
 )
 """Arguments that kvkin sets, or that would break what it promises."""
-ONLY: dict[str, tuple[Any, str]] = {
-    "pipeline_parallel_size": (1, "1"),
-    "data_parallel_size": (1, "1: start one node for each replica"),
-    "decode_context_parallel_size": (1, "1"),
-    "kv_cache_dtype": ("auto", "auto: KV has the dtype of the model"),
-}
-"""Arguments with one value that kvkin can serve so far."""
 CPU_BLOCK_SIZE = 32
 
 
@@ -93,8 +86,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         if key not in known:
             near = difflib.get_close_matches(key, sorted(known - set(OWN)), 3)
             raise ConfigError(f"vllm.{key}", "this vLLM has no such engine argument", ", ".join(near))
-        if key in ONLY and value != ONLY[key][0]:
-            raise ConfigError(f"vllm.{key}", f"{value!r} is not supported", ONLY[key][1])
+        check_limited(f"vllm.{key}", key, value)
 
 
 def check_checkpoint(checkpoint: Path, ranks: int = 1) -> None:

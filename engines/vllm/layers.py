@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context, set_forward_context
-from vllm.lora.layers import LoRAMapping
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from kvkin.engines.vllm.adapters import Adapters
 from kvkin.engines.vllm.paged_kv import PagedLayout, check_round_trip, layout_for, write
 from kvkin.kv.execution import UnitMode
 
@@ -47,6 +47,7 @@ class LayerRunner:
         self.dtype: torch.dtype = self._caches[0].dtype
         self.kv_heads, self.head_dim = self._caches[0].shape[1], self._caches[0].shape[3] // 2
         self.hidden_size: int = vllm_config.model_config.get_hidden_size()
+        self.adapters = Adapters(model, vllm_config, self.device)
         (group,) = kv_cache_config.kv_cache_groups
         backend = self._attentions[0].get_attn_backend()
         self._builder = backend.get_builder_cls()(group.kv_cache_spec, self._names, vllm_config, self.device)
@@ -132,22 +133,3 @@ class LayerRunner:
             # experts are found by the name of their layer: by the order of calls, layer 5 alone would get those of layer 0
             get_forward_context().all_moe_layers = None
             yield
-
-    # --- adapters ------------------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def restored_adapters(self) -> Iterator[None]:
-        """Around units: the running batch's adapters are in place again afterwards (it may still be sampled from)."""
-        manager = getattr(self._model, "lora_manager", None)
-        before = None if manager is None else manager._last_mapping
-        try:
-            yield
-        finally:
-            if manager is not None and before is not None:
-                manager.set_adapter_mapping(before)
-
-    def use_adapter(self, lora_id: int, num_rows: int) -> None:
-        """The next ``num_rows`` rows are of this adapter (0: the base model)."""
-        manager = getattr(self._model, "lora_manager", None)
-        if manager is not None:
-            manager.set_adapter_mapping(LoRAMapping((lora_id,) * num_rows, (lora_id,), is_prefill=True))

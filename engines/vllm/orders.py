@@ -133,6 +133,18 @@ class StoreE:
 
 
 @dataclass(frozen=True)
+class HoldAdapter:
+    """Have the LoRA adapter ``name`` from ``path``, vLLM's ``lora_id``, ready for the units of a load, until it is forgotten; reported as
+    ``Stored(ticket)``."""
+
+    ticket: int
+    key: str
+    lora_id: int
+    name: str
+    path: str
+
+
+@dataclass(frozen=True)
 class Forget:
     """The request is over and nobody reads its KV or E any more: drop everything that is kept under its name."""
 
@@ -140,7 +152,20 @@ class Forget:
 
 
 Store = StoreKV | StoreE
-Order = Serve | BeginLoad | WriteData | RunUnit | SwapOut | SwapIn | EndLoad | ReleaseBlocks | StoreKV | StoreE | Forget
+Order = (
+    Serve
+    | BeginLoad
+    | WriteData
+    | RunUnit
+    | SwapOut
+    | SwapIn
+    | EndLoad
+    | ReleaseBlocks
+    | StoreKV
+    | StoreE
+    | HoldAdapter
+    | Forget
+)
 
 
 @dataclass(frozen=True)

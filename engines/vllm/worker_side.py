@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from kvkin.engines.vllm.orders import (
     Bytes,
     EndLoad,
     Forget,
+    HoldAdapter,
     Order,
     Progress,
     ReleaseBlocks,
@@ -118,8 +120,8 @@ class WorkerSide:
                     slots = slots_of(block_ids, self.runner.block_size, 0, num_tokens)
                     kept = [self.runner.read(layer, slots) for layer in range(self.runner.num_layers)]
                     self._swapped[key] = [(keys.cpu(), values.cpu()) for keys, values in kept]
-                case StoreKV() | StoreE():
-                    self._store(order)
+                case StoreKV(ticket) | StoreE(ticket):
+                    self._ticketed(ticket, partial(self._store, order))
 
     @torch.inference_mode()
     def carry_out(self, orders: Sequence[Order]) -> None:
@@ -129,7 +131,7 @@ class WorkerSide:
         if not orders:
             return
         started = time.monotonic()
-        with self.runner.restored_adapters():
+        with self.runner.adapters.restored():
             for order in orders:
                 match order:
                     case BeginLoad(key):
@@ -145,10 +147,13 @@ class WorkerSide:
                             self._failed.add(request_id)
                     case ReleaseBlocks(request_id):
                         self._sent.add(request_id)
+                    case HoldAdapter(ticket):
+                        self._ticketed(ticket, partial(self.runner.adapters.hold, order))
                     case Forget(key):
                         self._swapped.pop(key, None)
                         self.served.pop(key, None)
                         self._early.pop(key, None)
+                        self.runner.adapters.release(key)
                     case Serve() | SwapOut() | StoreKV() | StoreE():
                         pass
         self.report(SliceTook(time.monotonic() - started))
@@ -166,15 +171,20 @@ class WorkerSide:
         return taken
 
     def _store(self, order: Store) -> None:
-        try:
-            if isinstance(order, StoreKV):
-                self.memory.store_blocks(order)
-            else:
-                self.memory.store_states(order, self.served[order.key].states)
-        except Exception as error:  # noqa: BLE001 - told to whoever ordered it
-            self.report(Stored(order.ticket, _reason(error)))
+        if self.runner.adapters.mixes:
+            raise RuntimeError("an adapter in the last slot was mixed into other requests (--max-loras, docs/vllm.md)")
+        if isinstance(order, StoreKV):
+            self.memory.store_blocks(order)
         else:
-            self.report(Stored(order.ticket))
+            self.memory.store_states(order, self.served[order.key].states)
+
+    def _ticketed(self, ticket: int, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - told to whoever ordered it
+            self.report(Stored(ticket, _reason(error)))
+        else:
+            self.report(Stored(ticket))
 
     def _guarded(self, load: _Loading, order: WriteData | RunUnit | SwapIn) -> None:
         served = self.served.get(order.key)
@@ -218,7 +228,7 @@ class WorkerSide:
             hidden = self._entering(load, unit, positions)
             if unit.rows is None:
                 self._keep_states(served, unit.layer, positions[0], hidden)
-            self.runner.use_adapter(load.begin.lora_id, len(positions))
+            self.runner.adapters.use(load.begin.lora_id, len(positions))
             rows = load.rows.get(unit.chunk)
             if rows is None:
                 rows = load.rows[unit.chunk] = self.runner.rows(positions, load.begin.block_ids)
@@ -238,7 +248,7 @@ class WorkerSide:
         hidden = load.hidden.pop(unit.chunk, None)
         if hidden is None:
             assert unit.first, unit
-            self.runner.use_adapter(load.begin.lora_id, len(positions))
+            self.runner.adapters.use(load.begin.lora_id, len(positions))
             return self.runner.embed([load.begin.token_ids[position] for position in positions])
         # pulled states are those of the whole chunk
         return hidden[len(hidden) - len(positions) :]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import check_engine_drift as drift
 import check_engine_steps as steps
@@ -31,8 +30,9 @@ from engine_harness import (
     token_wise,
 )
 from vllm_bench import SharedEngine, lora_family
+from vllm_checks import check_batch_in_pieces, check_leaves_nothing
 
-from kvkin.kv.errors import Cancelled, InvalidRequest
+from kvkin.kv.errors import InvalidRequest
 from kvkin.kv.generation import Sampling
 from kvkin.kv.pulls import E_LAYER
 
@@ -155,21 +155,8 @@ def test_close(shared: SharedEngine) -> None:
 
 def test_eight_requests_with_different_plans(shared: SharedEngine) -> None:
     """One batch: base and two adapters, every kind of plan, data in pieces; each equals its plan's oracle."""
-    run = Run(shared.make, shared.family.name)
     models = ["receiver", "other", "sender", "other", "receiver", "upper", "other", "receiver"]
-    source = random.Random(5)
-    waiting: list[tuple[str, Any]] = []
-    for seed, (name, plan) in enumerate(PLANS.items()):
-        execution = run.submit(name, plan, models[seed], seed=seed, sampling=greedy(12))
-        waiting += [(name, arrival) for arrival in run.data(name, execution)]
-    source.shuffle(waiting)
-    while waiting:
-        for name, arrival in [waiting.pop() for _ in range(min(5, len(waiting)))]:
-            run.feed(name, [arrival])
-        run.bench.step()
-    run_until_idle(run.bench)
-    for name in PLANS:
-        run.assert_result(name)
+    check_batch_in_pieces(shared, PLANS, models)
 
 
 def test_others_decode_while_a_load_is_recomputed(shared: SharedEngine) -> None:
@@ -230,20 +217,7 @@ def test_a_seed_repeats_whatever_else_runs(shared: SharedEngine) -> None:
 
 @pytest.mark.parametrize("phase", ["queued", "waiting", "computing", "decoding"])
 def test_what_ends_early_leaves_no_block(shared: SharedEngine, phase: str) -> None:
-    shared.settle()
-    free = shared.free_blocks()
-    run = Run(shared.make, shared.family.name)
-    data = steps._bring_to(run, "r", phase)
-    if phase != "queued":
-        assert shared.free_blocks() < free
-    run.bench.engine.cancel("r", "nobody listens")
-    run_until_idle(run.bench)
-    run.feed("r", data)
-    run_until_idle(run.bench)
-    assert isinstance(run.recorder.of("r").error, Cancelled)
-    assert shared.free_blocks() == free
-    assert not shared.runtime.scheduler.entries
-    assert not shared.served()
+    check_leaves_nothing(shared, phase)
 
 
 def test_a_finished_requests_blocks_are_kept_until_they_are_released(shared: SharedEngine) -> None:

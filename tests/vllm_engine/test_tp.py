@@ -5,9 +5,7 @@ What holds with one rank (``test_llama.py``) holds here, but for when units are 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from typing import Any
 
 import check_engine_drift as drift
 import check_engine_steps as steps
@@ -33,11 +31,11 @@ from engine_harness import (
     token_wise,
 )
 from vllm_bench import SharedEngine, lora_family, still_running, worker_processes
+from vllm_checks import check_batch_in_pieces, check_leaves_nothing
 
 from kvkin.engines.api import Arrival
 from kvkin.engines.arena_copies import arrival_from, store_layer, store_states
 from kvkin.engines.vllm.orders import StoreE, StoreKV
-from kvkin.kv.errors import Cancelled
 from kvkin.kv.pulls import E_LAYER
 from kvkin.transport.arena import Arena, place_of
 
@@ -71,21 +69,7 @@ def test_plan_shape(shared: SharedEngine, shape: str) -> None:
 
 
 def test_requests_with_different_plans_and_adapters(shared: SharedEngine) -> None:
-    run = Run(shared.make, shared.family.name)
-    models = ["receiver", "other", "sender", "other", "receiver", "upper"]
-    source = random.Random(5)
-    waiting: list[tuple[str, Any]] = []
-    for seed, (name, plan) in enumerate(PLANS.items()):
-        execution = run.submit(name, plan, models[seed], seed=seed, sampling=greedy(12))
-        waiting += [(name, arrival) for arrival in run.data(name, execution)]
-    source.shuffle(waiting)
-    while waiting:
-        for name, arrival in [waiting.pop() for _ in range(min(5, len(waiting)))]:
-            run.feed(name, [arrival])
-        run.bench.step()
-    run_until_idle(run.bench)
-    for name in PLANS:
-        run.assert_result(name)
+    check_batch_in_pieces(shared, PLANS, ["receiver", "other", "sender", "other", "receiver", "upper"])
 
 
 @pytest.mark.parametrize("phase", ["waiting", "computing"])
@@ -122,18 +106,7 @@ def test_first_distribution(shared: SharedEngine) -> None:
 
 @pytest.mark.parametrize("phase", ["queued", "computing", "decoding"])
 def test_what_ends_early_leaves_nothing(shared: SharedEngine, phase: str) -> None:
-    shared.settle()
-    free = shared.free_blocks()
-    run = Run(shared.make, shared.family.name)
-    data = steps._bring_to(run, "r", phase)
-    run.bench.engine.cancel("r", "nobody listens")
-    run_until_idle(run.bench)
-    run.feed("r", data)
-    run_until_idle(run.bench)
-    assert isinstance(run.recorder.of("r").error, Cancelled)
-    assert shared.free_blocks() == free
-    assert not shared.runtime.scheduler.entries
-    assert not shared.served()
+    check_leaves_nothing(shared, phase)
 
 
 # --- a node's arena ----------------------------------------------------------------------------------------------------------

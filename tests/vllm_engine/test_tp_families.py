@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from check_engine import GEOMETRIES, SHAPES, check_shape
-from check_engine_steps import CONTEXT, PARTIAL, TOTAL, Run
-from engine_harness import computed, exact, greedy, partial, plan_of, run_until_idle, token_wise
 from vllm_bench import Family, SharedEngine, lora_family, plain_family
+from vllm_checks import ONE_OF_EACH, check_batch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -32,17 +31,4 @@ def test_plan_shape(shared: SharedEngine, shape: str) -> None:
 
 
 def test_batch(shared: SharedEngine) -> None:
-    run = Run(shared.make, shared.family.name)
-    rest = computed(CONTEXT, TOTAL)
-    plans = {
-        "decode": plan_of(computed(0, 9)),
-        "partial": PARTIAL,
-        "lowest": plan_of(partial(0, CONTEXT, (0, 2), "sender"), rest),
-        "rows": plan_of(token_wise(0, CONTEXT, [3, 4, 30], "sender"), rest),
-        "exact": plan_of(exact(0, CONTEXT, "twin"), rest),
-    }
-    for seed, (name, plan) in enumerate(plans.items()):
-        run.feed(name, run.data(name, run.submit(name, plan, seed=seed, sampling=greedy(10))))
-    run_until_idle(run.bench)
-    for name in plans:
-        run.assert_result(name)
+    check_batch(shared, ONE_OF_EACH, 10)
