@@ -85,7 +85,9 @@ class Adapters:
         if manager is None:
             return
         if lora_id and lora_id not in manager.lora_index_to_id:
-            found = manager.get_adapter(lora_id) or next((one for one in self._held.values() if one.id == lora_id), None)
+            found = manager.get_adapter(lora_id) or next(
+                (one for one in self._held.values() if one.id == lora_id), None
+            )
             if found is None:
                 raise RuntimeError(f"adapter {lora_id} is neither in a slot nor held")
             self._place(lora_id, found)

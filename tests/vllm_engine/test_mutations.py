@@ -12,6 +12,7 @@ from engine_harness import TAPS
 from vllm_bench import SharedEngine, lora_family
 
 from kvkin.engines.vllm import paged_kv, worker_side
+from kvkin.engines.vllm.adapters import Adapters
 from kvkin.engines.vllm.layers import LayerRunner
 from kvkin.engines.vllm.loads import Load
 from kvkin.engines.vllm.orders import WriteData
@@ -70,8 +71,8 @@ def pulled_rows_are_one_slot_off(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("shared_prefix")
 def units_run_without_their_adapter(patch: pytest.MonkeyPatch) -> None:
-    original = LayerRunner.use_adapter
-    patch.setattr(LayerRunner, "use_adapter", lambda self, _, rows: original(self, 0, rows))
+    original = Adapters.use
+    patch.setattr(Adapters, "use", lambda self, _, rows: original(self, 0, rows))
 
 
 @mutant("partial_lowest")
