@@ -111,7 +111,8 @@ test-slow: $(STAMP)
 
 # the tests of a module share an engine, which takes as long to build as many of them; whoever comes first imports vLLM as well
 test-vllm: $(STAMP) $(VLLM_STAMP)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --max-worker-restart 0 --timeout 400 -m 'vllm and not gpu'
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --max-worker-restart 0 --timeout 400 -m 'vllm and not alone and not gpu'
+	$(BIN)/python -m pytest -q --timeout 400 -m 'vllm and alone and not gpu'
 
 test-gpu: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python -m pytest -q -m gpu

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,7 @@ def test_first_token(cluster: Path, capsys: pytest.CaptureFixture[str], tmp_path
     assert not found["engines"]["receiver"]["prefix_caching"]
 
 
+@pytest.mark.alone
 def test_disaggregated(cluster: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sizes = ["--context", "128", "--suffix", "16", "--new-tokens", "4", "--documents", "2", "--repeats", "1"]
     found = run(cluster, capsys, tmp_path, "disaggregated", *sizes)
@@ -190,7 +191,7 @@ def test_ctrl_c_leaves_nothing(cluster: Path, tmp_path: Path) -> None:
         while len(left_behind(process.pid)) < 3:
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
-            os.sched_yield()
+            threading.Event().wait(0.05)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
