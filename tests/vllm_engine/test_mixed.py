@@ -55,7 +55,7 @@ def write_cluster(folder: Path, nodes: dict[str, Any]) -> Path:
             "load_half_life_s": 1e-6,
         },
         "drift": {"share": 0},
-        "timeouts": {"heartbeat_s": 0.1, "node_dead_s": 10, "drain_s": 20, "order_s": 60, "start_s": 400},
+        "timeouts": {"heartbeat_s": 0.1, "node_dead_s": 20, "drain_s": 20, "order_s": 60, "start_s": 400},
         "transport": {"backend": "tcp"},
     }
     file = folder / "cluster.yaml"
