@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-import structlog
+import msgspec
 from vllm.v1.request import RequestStatus
 
 from kvkin.engines.vllm import compat
-from kvkin.engines.vllm.loads import Load, LoadState
+from kvkin.engines.vllm.loads import LoadState
 from kvkin.engines.vllm.orders import Serve, StoreE, StoreKV
-from kvkin.engines.vllm.scheduler_side import PARAMETER, Entry, SchedulerSide, StepPlan
+from kvkin.engines.vllm.scheduler_side import Entry, SchedulerSide, StepPlan
 from kvkin.engines.vllm.serving import (
     Link,
     PartsArrived,
@@ -31,73 +31,16 @@ from kvkin.engines.vllm.serving import (
     SourcesFailed,
     StoreWanted,
     Wishes,
-    wishes_of,
 )
-from kvkin.engines.vllm.spaces import Coverage
-from kvkin.kv.errors import ConfigError
-from kvkin.kv.execution import Unit
+from kvkin.engines.vllm.serving_requests import Asked, adapter_of, computed_tokens, is_plain, wishes_in
 from kvkin.kv.plan import ReusePlan, private_plan
 from kvkin.transport.messages import Reuse
-
-log = structlog.get_logger()
 
 ANSWER_GRACE_S = 1.0
 """The link answers by itself when its deadline is over; should it hang, a request waits so much longer."""
 HOLD_S = 30.0
 """Longest that blocks of a finished request are kept for their publication."""
 _PUBLISHED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-
-
-@dataclass
-class Asked:
-    """A request that the family may know something of. ``plan``: what is executed, once it is known; ``salt``: what approximate KV of it is
-    found by. Is its load's ``Listener``."""
-
-    request: Any
-    model: str
-    lora_id: int
-    wishes: Wishes
-    deadline: float
-    fail: Callable[[Asked, str], None]
-    plan: ReusePlan | None = None
-    salt: str | None = None
-    entry: Entry | None = None
-    publishable: bool = False
-    answered: bool = False
-    failing: bool = False
-    prefilled: bool = False
-    fallback: str = ""
-    covered: Coverage = field(default_factory=Coverage)
-
-    @property
-    def key(self) -> str:
-        key: str = self.request.request_id
-        return key
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
-    def tokens_reused(self) -> int:
-        """Prompt tokens whose KV came from others, in whole or in part; those that vLLM had itself are not among them."""
-        load = None if self.entry is None else self.entry.load
-        return 0 if load is None or load.state is not LoadState.DONE else max(0, load.stop - load.cached)
-
-    def unit_done(self, unit: Unit, positions: object, seconds: float) -> None:
-        """The load's own table follows its units."""
-
-    def states_kept(self, layer: int, start: int, stop: int) -> None:
-        self.covered.add(layer, start, stop)
-
-    def load_failed(self, why: str) -> None:
-        self.fail(self, why)
-
-    def step_wasted(self, why: str) -> None:
-        """Loads of servers are never ended early, so no forward waits for one."""
-
-    def load_lost(self, why: str) -> None:
-        self.fail(self, why)
 
 
 class ServingSide(SchedulerSide):
@@ -122,6 +65,7 @@ class ServingSide(SchedulerSide):
         self._asked: dict[str, Asked] = {}
         self._just_prefilled: list[Asked] = []
         self._held_since: dict[str, float] = {}
+        self._holds = 0
         self.configure(link.chunk_tokens, link.layout.num_layers)
 
     @property
@@ -134,23 +78,21 @@ class ServingSide(SchedulerSide):
     def on_new_request(self, request: Any) -> None:
         if not self.link.alive:
             return
-        lora = request.lora_request
-        model = self.link.model_of(None if lora is None else (lora.lora_name, lora.lora_path))
-        wishes = self._wishes_of(request)
-        if model is None or wishes is None or not _is_plain(request):
+        model = self.link.model_of(adapter_of(request))
+        wishes = wishes_in(request, self._wishes)
+        if model is None or wishes is None or not is_plain(request):
             return
         # of a prompt without a whole block and a token behind it nothing can be reused
         whole = len(request.prompt_token_ids) > self.link.layout.block_size
         asking = self._consumes and whole and wishes.reuse is not Reuse.OFF
         if not (asking or wishes.publish):
             return
-        lora_id = 0 if lora is None else lora.lora_int_id
         deadline = self._clock() + self._plan_s + ANSWER_GRACE_S
-        asked = Asked(request, model, lora_id, wishes, deadline, self._fall_back)
+        asked = Asked(request, model, wishes, deadline, self._fall_back)
         self._asked[asked.key] = asked
         if not asking:
             # a router is asked all the same: it says on which root the blocks hang
-            wishes = replace_reuse(wishes)
+            wishes = msgspec.structs.replace(wishes, reuse=Reuse.OFF)
             self._plan(asked, private_plan(asked.num_tokens, "nothing is asked for"), None)
         self.link.ask(Question(asked.key, model, tuple(request.prompt_token_ids), wishes))
 
@@ -175,6 +117,8 @@ class ServingSide(SchedulerSide):
         if load is not None and load.state is LoadState.QUEUED and load.stop <= cached:
             self.link.unneeded(asked.key)
             return 0, False
+        if asked.holding:
+            return None, False
         return super().matched_tokens(request, cached)
 
     def plan_step(self, output: Any) -> StepPlan:
@@ -204,9 +148,8 @@ class ServingSide(SchedulerSide):
                 asked.failing = False
                 self._replace(asked)
             elif not asked.publishable:
-                self.link.unneeded(
-                    asked.key
-                )  # it is all in vLLM's cache; what is to be published stays where it landed
+                # it is all in vLLM's cache; what is to be published stays where it landed
+                self.link.unneeded(asked.key)
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> bool:
         asked = self._asked.pop(request.request_id, None)
@@ -225,13 +168,9 @@ class ServingSide(SchedulerSide):
         return held
 
     def answered(self, request: Any) -> dict[str, Any] | None:
-        """What a client is told of its request at the end (``kv_transfer_params`` of the answer), before it is ``finished``."""
+        """What a client is told of its request at the end, before it is ``finished``."""
         asked = self._asked.get(request.request_id)
-        if asked is None or asked.plan is None:
-            return None
-        reused = asked.tokens_reused
-        said = {"plan": str(asked.plan.kind), "tokens_reused": reused, "reason": asked.plan.reason}
-        return {PARAMETER: said | ({"fallback": asked.fallback} if asked.fallback else {})}
+        return None if asked is None else asked.said
 
     def close(self) -> None:
         self.link.close()
@@ -279,27 +218,14 @@ class ServingSide(SchedulerSide):
 
     # --- inside --------------------------------------------------------------------------------------------------------------
 
-    def _wishes_of(self, request: Any) -> Wishes | None:
-        """What the request allows; None if it cannot be read: such a request shares nothing."""
-        parameters = request.kv_transfer_params
-        if not isinstance(parameters, dict) or PARAMETER not in parameters:
-            return self._wishes
-        try:
-            return wishes_of(parameters[PARAMETER], self._wishes, f"kv_transfer_params.{PARAMETER}")
-        except ConfigError as error:
-            log.warning(
-                "a request's wishes cannot be read: it shares nothing", request=request.request_id, why=str(error)
-            )
-            return None
-
     def _plan(self, asked: Asked, plan: ReusePlan, salt: str | None) -> None:
         """A request's plan is known: from now on it is one of the requests of this side, if there is anything to do for it."""
         asked.plan, asked.salt = plan, salt
-        load = self._load(asked, plan)
+        load = asked.load(plan, self.link.layout.num_layers, self.link.chunk_tokens)
         if not load.stop and not (self._produces and asked.wishes.publish):
             return
         sampling = asked.request.sampling_params
-        asked.entry = Entry(load, asked.num_tokens, sampling.max_tokens or 1, _lost(asked), asked)
+        asked.entry = Entry(load, asked.num_tokens, sampling.max_tokens or 1, asked.lost, asked)
         asked.entry.request_id = asked.key
         taps = self.link.transition_layers if self._produces and asked.wishes.publish else ()
         asked.entry.tapped = bool(taps)
@@ -307,10 +233,22 @@ class ServingSide(SchedulerSide):
         capacity = asked.num_tokens + min(sampling.max_tokens or 1, self.link.chunk_tokens)
         self.enter(asked.entry, Serve(asked.key, self.link.layout, taps, capacity))
         self._by_id[asked.key] = asked.entry
+        if load.lora_id and not load.only_pulls:
+            self._hold(asked)
 
-    def _load(self, asked: Asked, plan: ReusePlan) -> Load:
-        tokens, layout = asked.request.prompt_token_ids, self.link.layout
-        return Load(asked.key, plan, tokens, asked.lora_id, layout.num_layers, self.link.chunk_tokens)
+    def _hold(self, asked: Asked) -> None:
+        """Before a load with units of an adapter gets blocks, all ranks have the adapter, or none begins: a unit that fails on one rank
+        while the others wait in it would end the engine."""
+        self._holds -= 1  # tickets that are not the link's
+        asked.holding = True
+
+        def held(why: str) -> None:
+            asked.holding = False
+            if why and self._asked.get(asked.key) is asked:
+                self._fall_back(asked, f"the adapter cannot be loaded: {why}")
+
+        self._stores[self._holds] = held
+        self._orders.append(asked.hold(self._holds))
 
     def _fall_back(self, asked: Asked, why: str) -> None:
         """The load cannot be completed: vLLM computes the prompt. Late and repeated failures change nothing."""
@@ -337,43 +275,15 @@ class ServingSide(SchedulerSide):
         if asked.request.num_output_tokens:
             asked.publishable = False  # tokens of the answer were generated under another plan
         asked.covered.forget()
-        asked.entry.load = self._load(asked, asked.plan)
+        asked.entry.load = asked.load(asked.plan, self.link.layout.num_layers, self.link.chunk_tokens)
         self.link.unneeded(asked.key)
 
     def _publish(self, asked: Asked, *, last: bool) -> None:
         """Have the blocks of all tokens published that are computed by now."""
-        request = asked.request
-        count = min(request.num_computed_tokens, request.num_tokens)
-        tokens = tuple(request.all_token_ids[:count] if last else request.prompt_token_ids)
+        tokens = computed_tokens(asked.request) if last else tuple(asked.request.prompt_token_ids)
         assert asked.plan is not None
         self.link.computed(asked.key, asked.plan, tokens, asked.covered, last=last)
 
     def _give_back(self, key: str) -> None:
         self._held_since.pop(key, None)
         self.release(key)
-
-
-def replace_reuse(wishes: Wishes) -> Wishes:
-    """The same without reuse."""
-    return Wishes(Reuse.OFF, wishes.max_loss, wishes.publish, wishes.share_hint)
-
-
-def _lost(asked: Asked) -> Callable[[bool], None]:
-    def lose(states: bool) -> None:
-        if states:
-            asked.covered.forget()
-
-    return lose
-
-
-def _is_plain(request: Any) -> bool:
-    """Whether the request's KV is that of its token ids alone, and vLLM may reuse any. One with a salt of its own is to share nothing."""
-    return (
-        request.sampling_params is not None
-        and request.prompt_token_ids is not None
-        and request.prompt_embeds is None
-        and not request.mm_features
-        and not request.resumable
-        and not request.skip_reading_prefix_cache
-        and request.cache_salt is None
-    )
