@@ -91,7 +91,7 @@ def serve_peer(
         os.environ.setdefault(name, value)
     checkpoint, _ = node_weights(family, family.models[model], (model,), node)
     options = {**node.options, "kv_cache_memory_bytes": kv_bytes}
-    # by default its connector has four threads that poll for transfers: on few cores they would take them from both systems
+    # its default of four threads for transfers is more than a process has for computing
     vllm = PlainVllm(checkpoint, options, nixl_threads=max(1, node.threads))
     mouth.say(0, Ready({**vllm.settings, "kv_bytes": kv_bytes, "threads": node.threads}))
     peer = Peer(vllm, inbox, mouth)

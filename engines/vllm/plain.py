@@ -22,6 +22,8 @@ from kvkin.kv.errors import ConfigError
 if TYPE_CHECKING:
     from kvkin.engines.vllm.engine import VllmEngine
 
+PROGRESS_US = 100
+"""Microseconds between two looks of NIXL's progress thread. Its Python API sets 0, and vLLM leaves that: a whole core in each idle process."""
 PLUGIN = "kvkin"
 """Name of kvkin's entry point among vLLM's plugins."""
 
@@ -49,6 +51,7 @@ class PlainVllm:
         _without_kvkin()
         if nixl_threads:
             _find_nixl()
+            _calm_nixl()
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
@@ -152,3 +155,26 @@ def _find_nixl() -> None:
     from nixl_cu12 import _api, _bindings
 
     sys.modules |= {"nixl": nixl_cu12, "nixl._api": _api, "nixl._bindings": _bindings}
+
+
+def _calm_nixl() -> None:
+    """Have NIXL's progress threads of this process wait between two looks: what idle processes poll with is taken from those that are measured."""
+    from nixl import _api  # type: ignore[import-not-found, unused-ignore]
+
+    settings = _api.nixlBind.nixlAgentConfig
+    if hasattr(settings, "calm"):
+        return
+
+    class Calm(settings):  # type: ignore[misc, valid-type]
+        calm = True
+
+        @property
+        def pthrDelay(self) -> int:
+            delay: int = settings.pthrDelay.__get__(self)
+            return delay
+
+        @pthrDelay.setter
+        def pthrDelay(self, _: int) -> None:
+            settings.pthrDelay.__set__(self, PROGRESS_US)
+
+    _api.nixlBind.nixlAgentConfig = Calm
