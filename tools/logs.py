@@ -5,13 +5,30 @@ Called once by ``tools/cli.py`` before a command runs. What libraries log throug
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from typing import Literal
+from typing import Any, Literal, TextIO
 
 import structlog
 
 Level = Literal["debug", "info", "warning", "error"]
+
+
+class Lines(structlog.PrintLogger):
+    """Prints events. One that cannot be written (a full disk, a closed pipe) is lost, and nothing else is: what happened is
+    told in the middle of acting on it, and an error there would cost the request its answer."""
+
+    def msg(self, message: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the file was closed
+            super().msg(message)
+
+    log = debug = info = warn = warning = fatal = failure = err = error = critical = exception = msg
+
+
+def lines_to(file: TextIO) -> Any:
+    """A factory of loggers that print to ``file``."""
+    return lambda *_: Lines(file)
 
 
 def setup_logging(level: Level) -> None:
@@ -31,7 +48,7 @@ def setup_logging(level: Level) -> None:
     structlog.configure(
         processors=[*shared, *output],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lines_to(sys.stderr),
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
