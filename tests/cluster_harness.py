@@ -21,7 +21,8 @@ import yaml
 from tiny_cluster import BASE, FULL, UPPER, make_family
 
 from kvkin.configs.loader import load_cluster
-from kvkin.tools.cluster_processes import ClusterProcesses, NodeState, check_ports, free_ports
+from kvkin.tools.cluster_processes import ClusterProcesses, NodeState
+from kvkin.tools.ports import check_ports, free_ports
 from kvkin.transport.client import Client, SyncStream
 from kvkin.transport.messages import Finished, NodeLoad, NodeStatus, Sampling, StatusReply
 

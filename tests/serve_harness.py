@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -25,11 +25,12 @@ import psutil
 import torch
 import yaml
 from cluster_harness import LiveCluster
-from tiny_models import make_tiny
+from peft import PeftModel
+from tiny_models import make_tiny, make_tiny_lora
 from transformers import AutoModelForCausalLM
 from vllm_bench import WIDE
 
-from kvkin.tools.cluster_processes import free_ports
+from kvkin.tools.ports import free_ports
 from kvkin.transport.messages import StatusReply
 
 LAYERS, BLOCK, CHUNK = 4, 16, 64
@@ -55,17 +56,36 @@ def write_family(folder: Path) -> dict[str, Path]:
     }
 
 
-def write_cluster(folder: Path, checkpoints: dict[str, Path], backend: str = "tcp") -> Path:
-    """A prefill and a decode node of the base on the reference engine, and an attached server of each model."""
+def write_lora_family(folder: Path) -> tuple[Path, Path]:
+    """The base's checkpoint, and an adapter of it that is the fine-tune."""
+    checkpoint = make_tiny("llama", folder / BASE, seed=1, num_layers=LAYERS, **WIDE)
+    return checkpoint, make_tiny_lora(checkpoint, folder / TUNE, range(LAYERS), seed=2)
+
+
+def write_cluster(
+    folder: Path,
+    checkpoints: dict[str, Path],
+    backend: str = "tcp",
+    *,
+    adapters: Mapping[str, Path] | None = None,
+    attached: Mapping[str, Sequence[str]] | None = None,
+    decode: Sequence[str] = (BASE,),
+) -> Path:
+    """A prefill node of the base and decode nodes on the reference engine, and attached servers: of each model one, or as ``attached`` says.
+
+    ``adapters`` are members that are adapters of the base.
+    """
+    adapters = adapters or {}
+    attached = {f"vllm-{name}": [name] for name in checkpoints} if attached is None else attached
     client_port, node_port = free_ports(2)
     small = {"kv_bytes": "24MiB", "e_bytes": "8MiB", "port": 0}
     nodes: dict[str, Any] = {
         "router-0": {"role": "router", "client_port": client_port, "node_port": node_port},
         "prefill-0": {"role": "prefill", "models": [BASE], "threads": 1, **small},
-        "decode-base": {"role": "decode", "models": [BASE], "threads": 1, **small},
-        "vllm-base": {"role": "attached", "models": [BASE], **small},
-        "vllm-tune": {"role": "attached", "models": [TUNE], **small},
+        **{f"decode-{name}": {"role": "decode", "models": [name], "threads": 1, **small} for name in decode},
+        **{name: {"role": "attached", "models": list(models), **small} for name, models in attached.items()},
     }
+    base = str(checkpoints[BASE])
     family = {
         "base": BASE,
         "device": "cpu",
@@ -73,7 +93,8 @@ def write_cluster(folder: Path, checkpoints: dict[str, Path], backend: str = "tc
         "transition_layers": [GROUP[0]],
         "chunk_tokens": CHUNK,
         "recompute_groups": [{"receiver": TUNE, "group": list(GROUP)}],
-        "models": {name: {"checkpoint": str(path)} for name, path in checkpoints.items()},
+        "models": {name: {"checkpoint": str(path)} for name, path in checkpoints.items()}
+        | {name: {"checkpoint": base, "adapter": str(path)} for name, path in adapters.items()},
     }
     # what is held is worth pulling however fast the machine is, and nothing is ordered that no test asks for
     policy = {"bypass_tokens": 0, "min_reuse_tokens": BLOCK, "stream_overhead_s": 0.0, "min_order_tokens": 1 << 20}
@@ -146,7 +167,14 @@ class Answer:
 class Server:
     """One ``vllm serve`` process and its children."""
 
-    def __init__(self, checkpoint: Path, config: str, log: Path, arguments: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        config: str,
+        log: Path,
+        arguments: Sequence[str] = (),
+        common: Sequence[str] = ARGUMENTS,
+    ) -> None:
         (self.port,) = free_ports(1)
         self.log = log
         command = [
@@ -168,7 +196,7 @@ class Server:
         }
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [*command, *ARGUMENTS, *arguments, "--kv-transfer-config", config],
+                [*command, *common, *arguments, "--kv-transfer-config", config],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -205,10 +233,10 @@ class Server:
         body: dict[str, Any] = {"return_token_ids": True, "ignore_eos": True, **how.pop("body", {})}
         if wishes is not None:
             body["kv_transfer_params"] = {"kvkin": wishes}
-        timeout_s = how.pop("timeout_s", ANSWER_S)
+        timeout_s, model = how.pop("timeout_s", ANSWER_S), how.pop("model", "served")
         with OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0) as client:
             answer = client.completions.create(
-                model="served",
+                model=model,
                 prompt=list(token_ids),
                 max_tokens=max_tokens,
                 temperature=0.0,
@@ -261,13 +289,13 @@ def serving(server: Server) -> Iterator[Server]:
 
 
 class Plain:
-    """Unmodified transformers, the reference for every answer."""
+    """Unmodified transformers, the reference for every answer; adapters of the base are merged by peft."""
 
-    def __init__(self, checkpoints: dict[str, Path]) -> None:
-        self.models = {
-            name: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
-            for name, path in checkpoints.items()
-        }
+    def __init__(self, checkpoints: dict[str, Path], adapters: Mapping[str, Path] | None = None) -> None:
+        self.models = {name: _plain(path) for name, path in checkpoints.items()}
+        for name, path in (adapters or {}).items():
+            merged = PeftModel.from_pretrained(_plain(checkpoints[BASE]), str(path)).merge_and_unload()
+            self.models[name] = merged.eval().requires_grad_(False)
 
     def answer(self, model: str, token_ids: Sequence[int], max_tokens: int = 6) -> list[int]:
         with torch.no_grad():
@@ -276,6 +304,10 @@ class Plain:
             )
         tokens: list[int] = out[0, len(token_ids) :].tolist()
         return tokens
+
+
+def _plain(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
 
 
 def tokens(seed: int, count: int) -> tuple[int, ...]:

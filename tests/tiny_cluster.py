@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from tiny_models import make_tiny, make_tiny_lora
 
-from kvkin.tools.cluster_processes import free_ports
+from kvkin.tools.ports import free_ports
 
 LAYERS = 8
 BASE, FULL, UPPER = "tiny-base", "tiny-full", "tiny-upper"

@@ -30,9 +30,9 @@ from kvkin.configs.vllm_install import check_installed
 from kvkin.kv.errors import ConfigError
 from kvkin.kv.plan import LayerGroup
 from kvkin.tools.bench_engine_options import ModelOptions
-from kvkin.tools.cluster_processes import free_ports
 from kvkin.tools.demo import demo_config
 from kvkin.tools.out_folder import check_out_folder
+from kvkin.tools.ports import free_ports
 from kvkin.tools.prepare import prepare_missing
 
 ROUTER, PREFILL = "router-0", "prefill-0"

@@ -20,8 +20,9 @@ from kvkin.tools.bench_engine_messages import First, Generate, Generated, Setup
 from kvkin.tools.bench_engine_result import Answer
 from kvkin.tools.bench_engine_setup import START_S, Bench
 from kvkin.tools.bench_serving_sweep import is_idle
-from kvkin.tools.cluster_processes import ClusterProcesses, free_ports
+from kvkin.tools.cluster_processes import ClusterProcesses
 from kvkin.tools.local import status_until
+from kvkin.tools.ports import free_ports
 from kvkin.transport.client import AsyncClient
 
 REGISTER_S = 60.0

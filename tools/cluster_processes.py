@@ -8,12 +8,9 @@ the lifeline of ``tools/lifeline.py``. Everything happens on the caller's event 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
-import errno
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +27,7 @@ from kvkin.configs.convert import child_key, suggest
 from kvkin.configs.schema import ClusterConfig, NodeConfig, RouterNode
 from kvkin.kv.errors import ConfigError, NodeUnavailable
 from kvkin.tools.lifeline import LIFELINE_VARIABLE
+from kvkin.tools.ports import check_ports
 from kvkin.tools.shared_cores import SHARED_CORES
 
 POLL_S = 0.05
@@ -271,45 +269,6 @@ def local_nodes(config: ClusterConfig) -> list[str]:
         hosts = ", ".join(sorted({node.host for node in config.nodes.values()}))
         raise ConfigError("nodes", f"none is on this host; the file names {hosts}", "run this on one of them")
     return here
-
-
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that nothing listens on now; all are held until all are known, so that they differ."""
-    with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((host, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-
-
-def check_ports(config: ClusterConfig, names: Iterable[str]) -> None:
-    """Raise ConfigError for the first port of ``names`` that cannot be bound, as something listens on it already."""
-    for name in names:
-        node = config.nodes[name]
-        if isinstance(node, RouterNode):
-            ports = {"client_port": node.client_port, "node_port": node.node_port}
-        else:
-            ports = {"port": node.port}
-        for field, port in ports.items():
-            key = f"{child_key('nodes', name)}.{field}"
-            problem = _why_not(node.bind_host, port) if port else ""
-            if problem:
-                raise ConfigError(
-                    key, f"{node.bind_host}:{port} {problem}", "a free port; is this cluster running already?"
-                )
-
-
-def _why_not(host: str, port: int) -> str:
-    """Why ``host:port`` cannot be bound; empty if it can."""
-    host = "0.0.0.0" if host == "*" else host.strip("[]")
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        # as ZeroMQ does: connections of a cluster that has just ended do not count
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return "is in use" if error.errno == errno.EADDRINUSE else f"cannot be bound ({error.strerror})"
-    return ""
 
 
 def _known(config: ClusterConfig, names: Collection[str]) -> list[str]:

@@ -29,11 +29,12 @@ from kvkin.configs.schema import ClusterConfig, FamilyConfig, local_path
 from kvkin.configs.vllm_install import check_installed
 from kvkin.configs.vllm_rules import on_reference
 from kvkin.kv.errors import ConfigError
-from kvkin.tools.cluster_processes import ClusterProcesses, free_ports
+from kvkin.tools.cluster_processes import ClusterProcesses
 from kvkin.tools.demo_view import record_view, summary, table
 from kvkin.tools.demo_workload import Names, Record, Step, run_workload, workload
 from kvkin.tools.local import status_until
 from kvkin.tools.memory import PeakMemory
+from kvkin.tools.ports import free_ports
 from kvkin.tools.prepare import prepare_missing
 from kvkin.tools.router_address import DEFAULT_CONFIG
 from kvkin.tools.shared_cores import SHARED_CORES

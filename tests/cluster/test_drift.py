@@ -17,7 +17,7 @@ from tiny_models import make_tiny, make_tiny_lora
 
 from kvkin.kv.provenance import Quality
 from kvkin.tools.cli import main
-from kvkin.tools.cluster_processes import free_ports
+from kvkin.tools.ports import free_ports
 from kvkin.tools.profile import recorded
 from kvkin.tools.quality_data import read_examples
 from kvkin.transport.messages import DriftStatus, Finished, StatusReply

@@ -31,9 +31,9 @@ from kvkin.configs.loader import load_cluster
 from kvkin.kv.errors import ConfigError, NodeUnavailable
 from kvkin.kv.plan import PlanKind
 from kvkin.kv.provenance import Quality
-from kvkin.tools.cluster_processes import check_ports
 from kvkin.tools.demo import demo_config
 from kvkin.tools.local import LocalCluster
+from kvkin.tools.ports import check_ports
 from kvkin.tools.router_address import RouterAddress
 from kvkin.tools.scoring import normalize_answer
 from kvkin.tools.smollm2 import find_gguf

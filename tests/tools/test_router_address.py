@@ -17,7 +17,7 @@ from kvkin.tools import router_address as module
 from kvkin.tools.ask import Ask
 from kvkin.tools.bench_serving import BenchServing
 from kvkin.tools.bench_serving_options import ClusterOptions, ModelOptions
-from kvkin.tools.cluster_processes import free_ports
+from kvkin.tools.ports import free_ports
 from kvkin.tools.router_address import REACH_S, RouterAddress, reach, router_address
 from kvkin.tools.status import Status
 from kvkin.transport.client import AsyncClient

@@ -21,7 +21,8 @@ from kvkin.configs.loader import load_cluster
 from kvkin.configs.schema import ClusterConfig
 from kvkin.kv.errors import ConfigError, NodeUnavailable
 from kvkin.tools.cli import main
-from kvkin.tools.cluster_processes import ClusterProcesses, NodeState, check_ports, local_nodes
+from kvkin.tools.cluster_processes import ClusterProcesses, NodeState, local_nodes
+from kvkin.tools.ports import check_ports
 from kvkin.transport.client import Client
 from kvkin.transport.messages import Sampling, StatusReply
 
@@ -193,6 +194,45 @@ async def test_a_node_that_cannot_start_is_shown_with_its_log(tmp_path: Path) ->
         await cluster.start()
     assert cluster.nodes["router-0"].state is NodeState.DIED
     assert not cluster.nodes["router-0"].running
+
+
+def test_up_shows_the_end_of_a_dying_nodes_log_once(tmp_path: Path) -> None:
+    """While the cluster starts by the error that ends it, later as it happens."""
+    file = make_cluster(tmp_path, models=(BASE,))
+    weights = tmp_path / "base" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvkin.tools.cli", "up", str(file), "--nodes", "router-0"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+    )
+    assert ended.returncode == 1, ended
+    shown = ended.stdout + ended.stderr
+    assert shown.count("router-0 ended with exit code 2") == 2, "when it happens, and as the reason of the end"
+    assert shown.count("the end of ") == 1, shown
+    (said,) = {line for line in shown.splitlines() if line.startswith("kvkin: families.tiny")}
+    assert shown.count(said) == 1
+
+
+async def test_a_death_while_the_cluster_serves_is_shown_with_the_end_of_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvkin.tools.up import _Screen
+
+    config = load_cluster(make_cluster(tmp_path, models=(BASE,)))
+    cluster = ClusterProcesses(tmp_path / "cluster.yaml", config, ["router-0"], log_dir=tmp_path)
+    node = cluster.nodes["router-0"]
+    node.log_path.write_text("first\nlast words\n")
+    node.state, node.ended = NodeState.DIED, "was killed by SIGKILL"
+    screen = _Screen(cluster, live=False)
+    for starts in (True, False):
+        screen.shows_ends = not starts
+        screen.changed(node)
+        shown = capsys.readouterr().out
+        assert "router-0 was killed by SIGKILL" in shown
+        assert shown.count("last words") == (0 if starts else 1)
 
 
 def test_ports_that_are_taken_are_named(tmp_path: Path) -> None:

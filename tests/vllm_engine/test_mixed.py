@@ -26,7 +26,7 @@ from vllm_bench import WIDE
 from kvkin.kv.errors import NodeUnavailable
 from kvkin.kv.plan import PlanKind, ReusePlan
 from kvkin.kv.provenance import Quality
-from kvkin.tools.cluster_processes import free_ports
+from kvkin.tools.ports import free_ports
 from kvkin.transport.messages import Finished
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]
