@@ -32,10 +32,11 @@ from kvkin.kv.errors import ConfigError
 
 @dataclass
 class StepOrders(KVConnectorMetadata):
-    """One step's orders, from the scheduler side to every worker."""
+    """One step's orders, from the scheduler side to every worker. ``idle``: vLLM computes nothing in it."""
 
     orders: Sequence[Order] = ()
     progress: Sequence[Progress] = ()
+    idle: bool = False
 
 
 @dataclass
@@ -104,7 +105,7 @@ class KvkinConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         step = self._scheduler.plan_step(scheduler_output)
-        return StepOrders(step.orders, step.progress)
+        return StepOrders(step.orders, step.progress, step.idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
         reports = connector_output.kv_connector_worker_meta
@@ -148,7 +149,8 @@ class KvkinConnector(KVConnectorBase_V1, SupportsHMA):
         pass  # what is saved is copied where it is announced
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        sent, received, failed = self._worker.take_results()
+        step = self._step()
+        sent, received, failed = self._worker.take_results(idle=step.idle, ordered=bool(step.orders))
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

@@ -14,21 +14,18 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvkin.engines.admitting import check_covered, execution_of
 from kvkin.engines.api import Arrival, EngineRequest, EngineSink
-from kvkin.engines.loop import ActiveRequests, EngineLoop
+from kvkin.engines.loop import EngineLoop
 from kvkin.engines.vllm import compat
 from kvkin.engines.vllm.admission import Admission
 from kvkin.engines.vllm.launch import Runtime, VllmModel, build_runtime
 from kvkin.engines.vllm.loads import LoadState
 from kvkin.engines.vllm.orders import Progress
+from kvkin.engines.vllm.request_table import RequestTable
 from kvkin.engines.vllm.running import RunningRequest, WastedStep
 from kvkin.engines.vllm.sampling import token_logprobs
-from kvkin.engines.vllm.spaces import PagedSpace
-from kvkin.engines.vllm.waiting import LayerWaits, Posted
+from kvkin.engines.vllm.waiting import Posted
 from kvkin.kv.errors import Cancelled, InvalidRequest, NodeUnavailable
 from kvkin.kv.execution import PlanExecution
 from kvkin.kv.layout import KVLayout, Plane
@@ -70,7 +67,6 @@ class VllmEngine:
         start: bool = True,
     ) -> None:
         self.models = tuple(models)
-        self._models = dict(models)
         self._chunk_tokens, self._taps = chunk_tokens, tuple(transition_layers)
         self._owned = runtime is None
         self._runtime = runtime or build_runtime(
@@ -87,18 +83,17 @@ class VllmEngine:
             states_bytes=e_bytes,
             swap_bytes=swap_bytes,
         )
-        self._admission = Admission(self._runtime, self._models, self._layout, chunk_tokens)
-        self._requests: dict[str, RunningRequest] = {}
-        self._by_key: dict[str, RunningRequest] = {}
-        self._active = ActiveRequests()
         self.failure: Future[None] = Future()
         self._loop = EngineLoop(self.step, self._end)
-        self._waits = LayerWaits(sync_wait_s, self._loop, self._by_key.get)
-        if (
-            self._runtime.worker is not None
-        ):  # ranks in other processes see no data that this one has not ordered to be written
+        admission = Admission(self._runtime, models, self._layout, chunk_tokens)
+        self._table = RequestTable(
+            self._runtime, models, admission, shape.num_layers, self._loop, self.failure, sync_wait_s
+        )
+        self._waits = self._table.waits
+        if self._runtime.worker is not None:
+            # ranks in other processes see no data that this one has not ordered to be written
             self._runtime.scheduler.ends_early = self._waits.may_end
-            self._runtime.worker.await_layer = self._waits.layer
+            self._runtime.worker.wait_by(self._waits.layer)
         compat.on_failure(self._runtime.llm, lambda: self._post_death("a process that runs the model has died"))
         if start:
             self._loop.start()
@@ -116,20 +111,20 @@ class VllmEngine:
         check_covered(request, planned)
         if not set(request.taps) <= set(self._taps):
             raise InvalidRequest(f"taps {request.taps}: the engine taps {self._taps}")
-        self._active.add(request)
-        if not self._loop.post(lambda: self._admit(request, sink)):
+        self._table.active.add(request)
+        if not self._loop.post(lambda: self._table.admit(request, sink)):
             raise NodeUnavailable("the engine is closed")
         return planned
 
     def arrived(self, request_id: str, arrival: Arrival) -> None:
-        self._post(request_id, lambda running: self._take_data(running, arrival), data=True)
+        self._post(request_id, lambda running: self._table.take_data(running, arrival), data=True)
 
     def replan(self, request_id: str, plan: ReusePlan) -> None:
-        self._post(request_id, lambda running: self._replan(running, plan))
+        self._post(request_id, lambda running: self._table.replan(running, plan))
 
     def cancel(self, request_id: str, reason: str) -> None:
-        self._active.cancelled(request_id)
-        self._post(request_id, lambda running: self._fail(running, Cancelled(reason)))
+        self._table.active.cancelled(request_id)
+        self._post(request_id, lambda running: self._table.fail(running, Cancelled(reason)))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         return self._loop.call(function)
@@ -138,9 +133,9 @@ class VllmEngine:
         """Have ``action`` run for a request, if it still runs then: late signals are ignored."""
 
         def act() -> None:
-            running = self._requests.get(request_id)
+            running = self._table.get(request_id)
             if running is not None:
-                self._guarded(running, lambda: action(running))
+                self._table.guarded(running, lambda: action(running))
 
         self._loop.post(Posted(request_id, data, act))
 
@@ -163,12 +158,12 @@ class VllmEngine:
             self._died(f"vLLM failed: {' '.join(str(error).split()) or repr(error)}")
             return False
         waited, self._waits.waited_s = self._waits.waited_s, 0.0
-        self._after_step(outputs, time.monotonic() - started - runtime.scheduler.slice_s - waited)
+        self._after_step(outputs, max(0.0, time.monotonic() - started - runtime.scheduler.slice_s - waited))
         return runtime.scheduler.active
 
     def _after_step(self, outputs: Sequence[Any], seconds: float) -> None:
         progress = self._runtime.scheduler.last.progress
-        for running in list(self._requests.values()):
+        for running in self._table.all():
             entry = running.entry
             if entry is not None and entry.load.state in (LoadState.ENDED, LoadState.DONE):
                 running.loaded()
@@ -176,19 +171,19 @@ class VllmEngine:
         for each in progress:
             self._progressed(each, seconds * (each.stop - each.start) / total)
         for output in outputs:
-            of = self._by_key.get(output.request_id)
+            of = self._table.by_key(output.request_id)
             if of is not None:
-                self._guarded(of, partial(self._take_output, of, output))
-        for running in list(self._requests.values()):
+                self._table.guarded(of, partial(self._take_output, of, output))
+        for running in self._table.all():
             if isinstance(running.fault, WastedStep):
-                self._guarded(running, partial(self._start_over, running))
+                self._table.guarded(running, partial(self._table.start_over, running))
             elif running.fault is not None:
-                self._fail(running, running.fault)
+                self._table.fail(running, running.fault)
 
     def _progressed(self, progress: Progress, seconds: float) -> None:
-        running = self._by_key.get(progress.key)
+        running = self._table.by_key(progress.key)
         if running is not None and running.fault is None:
-            self._guarded(running, lambda: running.progressed(progress.start, progress.stop, seconds))
+            self._table.guarded(running, lambda: running.progressed(progress.start, progress.stop, seconds))
 
     def _take_output(self, running: RunningRequest, output: Any) -> None:
         if running.fault is not None:
@@ -197,120 +192,22 @@ class VllmEngine:
         sampling = running.request.sampling
         if sampling is None:
             if output.finished:
-                self._finish(running, "prefill", known=True)
+                self._table.finish(running, "prefill", known=True)
             return
         tokens = list(completion.token_ids)
         for token, logprob in zip(tokens, token_logprobs(completion, sampling.logprobs), strict=True):
             reason = running.generated(int(token), logprob)
             if reason:
-                self._finish(running, reason, known=output.finished)
+                self._table.finish(running, reason, known=output.finished)
                 return
         if output.finished:  # vLLM's own limit: the model's context
-            self._finish(running, "length", known=True)
+            self._table.finish(running, "length", known=True)
 
-    # --- on the engine's thread: requests ----------------------------------------------------------------------------------
-
-    def _admit(self, request: EngineRequest, sink: EngineSink) -> None:
-        model, num_layers = self._models[request.model], self._layout.num_layers
-        try:
-            if self.failure.done():
-                raise NodeUnavailable("the engine has failed")
-            running = RunningRequest(request, sink, self._space(), model.tokenizer, model.eos, num_layers)
-        except Exception as error:  # noqa: BLE001 - told to whoever submitted the request
-            self._active.ended(request)
-            sink.failed(request.request_id, error)
-            return
-        self._requests[request.request_id] = running
-        self._guarded(running, lambda: self._begin(running, request.plan))
-
-    def _begin(self, running: RunningRequest, plan: ReusePlan) -> None:
-        key = self._admission.enter(running, plan)
-        self._by_key[key] = running
-        running.internal_id = self._admission.add(running, plan, key)
-
-    def _space(self) -> PagedSpace:
-        runtime, loop = self._runtime, self._loop
-        scheduler = runtime.scheduler
-        return PagedSpace(
-            runtime.workers, scheduler.blocks, lambda key: _ignore(loop.post(lambda: scheduler.release(key)))
-        )
-
-    def _take_data(self, running: RunningRequest, arrival: Arrival) -> None:
-        assert running.entry is not None
-        running.first_data_at = running.first_data_at or time.monotonic()
-        running.entry.load.arrived(arrival.chunk, arrival.layer, self._runtime.workers.parts(arrival))
-
-    def _replan(self, running: RunningRequest, plan: ReusePlan) -> None:
-        if not running.prefilled:
-            self._leave(running)
-            self._disconnect(running)
-            self._begin(running, plan)
-
-    def _start_over(self, running: RunningRequest) -> None:
-        """The same plan again, with the data that came so far; from now on it is not waited for inside a forward."""
-        assert running.entry is not None
-        received, running.fault, running.started_over = running.entry.load.received, None, True
-        self._replan(running, running.plan)
-        for write in received:
-            running.entry.load.arrived(write.chunk, write.layer, write.parts)
-
-    def _finish(self, running: RunningRequest, reason: str, *, known: bool) -> None:
-        """The answer is complete; ``known`` to vLLM, unless it ended with a stop string. Its blocks are kept either way."""
-        assert running.entry is not None
-        if not known:
-            self._abort(running)
-        self._forget(running)
-        running.finish(reason, self._first_distribution(running))
-
-    def _fail(self, running: RunningRequest, error: Exception) -> None:
-        if self._requests.get(running.request.request_id) is running:
-            self._leave(running)
-            self._forget(running)
-            running.sink.failed(running.request.request_id, error)
-
-    def _leave(self, running: RunningRequest) -> None:
-        """Take it out of vLLM, its blocks as well."""
-        running.space.num_tokens = 0
-        if running.entry is not None:
-            running.entry.hold = False
-            self._abort(running)
-            self._runtime.scheduler.left(running.entry)
-            self._first_distribution(running)
-
-    def _first_distribution(self, running: RunningRequest) -> NDArray[np.float32] | None:
-        assert running.entry is not None
-        if not running.request.first_distribution or self.failure.done():
-            return None
-        return self._runtime.workers.first_distribution(running.entry.load.key)
-
-    def _abort(self, running: RunningRequest) -> None:
-        if running.internal_id and not self.failure.done():
-            self._runtime.llm.abort_request([running.internal_id], internal=True)
-            running.internal_id = ""
-
-    def _forget(self, running: RunningRequest) -> None:
-        self._requests.pop(running.request.request_id, None)
-        self._disconnect(running)
-        self._active.ended(running.request)
-
-    def _disconnect(self, running: RunningRequest) -> None:
-        """What is still said of it under the name of its plan concerns nobody."""
-        if running.entry is not None:
-            self._by_key.pop(running.entry.load.key, None)
-            self._waits.forget(running.entry.load.key)
-            running.entry.listener = None
-
-    def _guarded(self, running: RunningRequest, action: Callable[[], None]) -> None:
-        """An error inside one request ends that request and no other."""
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001 - ends this request and no other
-            self._fail(running, error)
+    # --- on the engine's thread: the end ---------------------------------------------------------------------------------------
 
     def _end(self) -> None:
         """The close, after the last step: nothing of ours stays in vLLM."""
-        for running in list(self._requests.values()):
-            self._fail(running, Cancelled("the engine is closing"))
+        self._table.fail_all(Cancelled("the engine is closing"))
         runtime = self._runtime
         runtime.scheduler.release_all()
         if not self.failure.done():
@@ -337,9 +234,4 @@ class VllmEngine:
         error = NodeUnavailable(why)
         self.failure.set_exception(error)
         self._runtime.workers.lost = True
-        for running in list(self._requests.values()):
-            self._fail(running, error)
-
-
-def _ignore(_: object) -> None:
-    pass
+        self._table.fail_all(error)

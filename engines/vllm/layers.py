@@ -3,12 +3,13 @@
 A FULL unit is the decoder layer's own forward with attention metadata made by hand, so that every backend, its kernels and its
 quantized or LoRA-wrapped projections serve as they are. Token-wise rows are one "sequence" for each run of neighbours, all over
 the same blocks: causal kernels align queries to the end of the keys. A KV_ONLY unit stops after keys and values. Eager modules
-run here even where vLLM compiled the model: right, at an eager step's cost.
+run here even where vLLM compiled the model: right, at an eager step's cost. On a device everything goes to the current stream
+(``lanes.py``), and nothing here waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,23 +20,35 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvkin.engines.vllm.adapters import Adapters
+from kvkin.engines.vllm.lanes import Lane
 from kvkin.engines.vllm.paged_kv import PagedLayout, check_round_trip, layout_for, write
+from kvkin.engines.vllm.taps import untapped
 from kvkin.kv.execution import UnitMode
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one request that go through layers together: positions and slots (n,) int64, and what attention needs."""
+    """Rows of one request that go through layers together: positions and slots (n,) int64, and what attention needs, as its backend
+    has it (``metadata``) and as it was built from (``common``)."""
 
     positions: Tensor
     slots: Tensor
     metadata: Any
+    common: Any
 
 
 class LayerRunner:
-    """The layers of one built model over its paged cache. ``caches``: layer name -> cache as vLLM registered it, in layer order."""
+    """The layers of one built model over its paged cache. ``caches``: layer name -> cache as vLLM registered it, in layer order;
+    ``make_lane`` is given the name of their attention backend."""
 
-    def __init__(self, model: Any, vllm_config: Any, kv_cache_config: Any, caches: dict[str, Tensor]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        caches: dict[str, Tensor],
+        make_lane: Callable[[str], Lane],
+    ) -> None:
         self._model, self._layers, self._config = model, model.model.layers, vllm_config
         self._caches, self._names = list(caches.values()), list(caches)
         attentions = vllm_config.compilation_config.static_forward_context
@@ -51,6 +64,10 @@ class LayerRunner:
         (group,) = kv_cache_config.kv_cache_groups
         backend = self._attentions[0].get_attn_backend()
         self._builder = backend.get_builder_cls()(group.kv_cache_spec, self._names, vllm_config, self.device)
+        self.lane = make_lane(backend.get_name())
+        # its builder plans into the one wrapper that it has: metadata that was built before is void
+        self._replans = backend.get_name() == "FLASHINFER"
+        self._planned: Any = None
         self._layout: PagedLayout = layout_for(backend.get_name(), getattr(self._attentions[0], "isa", None))
         for attention, cache in zip(self._attentions, self._caches, strict=True):
             check_round_trip(self._layout, attention, cache, self.block_size)
@@ -59,11 +76,11 @@ class LayerRunner:
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (n, kv_heads, head_dim) of ``slots`` (n,): copies."""
-        return self._layout.read(self._caches[layer], slots.to(self.device))
+        return self._layout.read(self._caches[layer], self.lane.to_device(slots))
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Keys and values (n, kv_heads, head_dim) into ``slots`` (n,)."""
-        write(self._attentions[layer], keys.to(self.device), values.to(self.device), slots.to(self.device))
+        """Keys and values (n, kv_heads, head_dim) on the model's device into ``slots`` (n,), in host memory."""
+        write(self._attentions[layer], keys, values, self.lane.to_device(slots))
 
     # --- units -------------------------------------------------------------------------------------------------------------
 
@@ -77,23 +94,32 @@ class LayerRunner:
         starts, stops = [0, *breaks], [*breaks, len(positions)]
         ends = [positions[stop - 1] + 1 for stop in stops]
         query_start = torch.tensor([*starts, len(positions)], dtype=torch.int32)
+        lengths = torch.tensor(ends, dtype=torch.int32)
+        to_device = self.lane.to_device
+        slots = to_device(slots)
         common = CommonAttentionMetadata(
-            query_start_loc=query_start.to(self.device),
+            query_start_loc=to_device(query_start),
             query_start_loc_cpu=query_start,
-            seq_lens=torch.tensor(ends, dtype=torch.int32, device=self.device),
+            seq_lens=to_device(lengths),
             num_reqs=len(starts),
             num_actual_tokens=len(positions),
             max_query_len=max(stop - start for start, stop in zip(starts, stops, strict=True)),
             max_seq_len=max(ends),
-            block_table_tensor=blocks[None].expand(len(starts), -1).contiguous().to(self.device),
-            slot_mapping=slots.to(self.device),
+            block_table_tensor=to_device(blocks[None].expand(len(starts), -1).contiguous()),
+            slot_mapping=slots,
+            # without it a backend that needs them at the host waits for the device
+            seq_lens_cpu_upper_bound=lengths,
         )
-        return Rows(where.to(self.device), slots.to(self.device), self._builder.build(0, common))
+        return Rows(to_device(where), slots, self._plan(common), common)
+
+    def _plan(self, common: CommonAttentionMetadata) -> Any:
+        self._planned = common
+        return self._builder.build(0, common)
 
     def embed(self, token_ids: Sequence[int]) -> Tensor:
         """Hidden states entering layer 0 (n, hidden)."""
         with self._context(None, {}):
-            embedded: Tensor = self._model.embed_input_ids(torch.tensor(token_ids, device=self.device))
+            embedded: Tensor = self._model.embed_input_ids(self.lane.to_device(torch.tensor(token_ids)))
         return embedded
 
     def run(self, layer: int, mode: UnitMode, hidden: Tensor, rows: Rows) -> Tensor | None:
@@ -108,7 +134,8 @@ class LayerRunner:
             return None
         assert mode is UnitMode.FULL, f"vLLM itself computes the row that is sampled from, not a {mode} unit"
         name = self._names[layer]
-        with self._context({name: rows.metadata}, {name: rows.slots}):
+        metadata = self._plan(rows.common) if self._replans and self._planned is not rows.common else rows.metadata
+        with self._context({name: metadata}, {name: rows.slots}):
             # the layer adds into what it is given
             out, residual = self._layers[layer](rows.positions, hidden.clone(), None)
         entering: Tensor = out + residual
@@ -129,7 +156,7 @@ class LayerRunner:
 
     @contextmanager
     def _context(self, metadata: dict[str, Any] | None, slots: dict[str, Tensor]) -> Iterator[None]:
-        with set_forward_context(metadata, self._config, slot_mapping=slots):
+        with set_forward_context(metadata, self._config, slot_mapping=slots), untapped():
             # experts are found by the name of their layer: by the order of calls, layer 5 alone would get those of layer 0
             get_forward_context().all_moe_layers = None
             yield

@@ -1,12 +1,12 @@
 """What the worker side says back, as plain data. Pure: no vllm, no torch.
 
 With the workers in the engine's own process a report is heard at once, in the middle of the step; from other processes the reports of
-a step come together when it has ended, and what several ranks did counts once all of them say so (``merged``).
+a step come together when it has ended, and what several ranks did counts once all of them say so (``RankReports``). On a device a report
+may come steps after its order.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -56,9 +56,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class SliceTook:
-    """Seconds that the orders of a step took."""
+    """The orders of a step were carried out, the worker's ``number``-th that had any; in how many seconds, and by how many a step of
+    vLLM took longer because of it."""
 
     seconds: float
+    step_s: float = 0.0
+    number: int = 0
 
 
 Report = UnitRan | StatesKept | LoadFailed | Stored | SliceTook
@@ -83,55 +86,67 @@ class Listener(Protocol):
         """Its blocks went to others, and no copy of its load could be kept: it cannot go on as its plan says."""
 
 
-def merged(by_rank: Sequence[Sequence[Report]], num_ranks: int) -> list[Report]:
-    """One step's reports of the ranks as those of one worker.
+class RankReports:
+    """Reports of ``num_ranks`` workers -> those of one worker.
 
-    Units and stores are done when every rank has done them, and take as long as the slowest; a load or a store that fails on one rank
-    has failed. The order is the first rank's, after the failures: what a rank did for a failed load is not to be used.
+    Units, stores and slices are done when every rank has done them, and take as long as the slowest; a store has failed if it has on one
+    rank, a load as soon as it has on one. Ranks need not say so in the same step.
     """
-    done: Counter[object] = Counter()
-    seconds: dict[object, float] = {}
-    failed: dict[object, str] = {}
-    for report in (report for reports in by_rank for report in reports):
-        what = _identity(report)
-        done[what] += 1
-        match report:
-            case UnitRan() | SliceTook():
-                seconds[what] = max(seconds.get(what, 0.0), report.seconds)
-            case LoadFailed() | Stored() if report.why:
-                failed.setdefault(what, report.why)
-    failures: list[Report] = []
-    result: list[Report] = []
-    seen: set[object] = set()
-    for report in (report for reports in by_rank for report in reports):
-        what = _identity(report)
-        if what in seen:
-            continue
-        seen.add(what)
-        match report:
-            case StatesKept():
-                result.append(report)
-            case LoadFailed():
-                failures.append(replace(report, why=failed[what]))
-            case Stored():
-                if done[what] == num_ranks or what in failed:
-                    result.append(replace(report, why=failed.get(what, "")))
-            case UnitRan() | SliceTook():
-                if done[what] == num_ranks:
-                    result.append(replace(report, seconds=seconds[what]))
-    return failures + result
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._parts: dict[object, list[Report]] = {}
+        self._failed: set[object] = set()
+
+    def add(self, by_rank: Sequence[Sequence[Report]]) -> list[Report]:
+        """One step's reports, of the ranks that had any -> what is known by them, in the order of the first that says it, after the failures:
+        what a rank did for a failed load is not to be used."""
+        failures: list[Report] = []
+        said: dict[object, Report | None] = {}
+        for report in (report for reports in by_rank for report in reports):
+            match report:
+                case StatesKept():
+                    said[report] = report
+                case LoadFailed(key, _, late):
+                    if (key, late) not in self._failed:
+                        self._failed.add((key, late))
+                        failures.append(report)
+                case UnitRan() | Stored() | SliceTook():
+                    what = _identity(report)
+                    parts = self._parts.setdefault(what, [])
+                    parts.append(report)
+                    said.setdefault(what)
+                    if len(parts) == self._num_ranks:
+                        said[what] = _joined(self._parts.pop(what))
+        return failures + [report for report in said.values() if report is not None]
+
+    def forget(self, key: str) -> None:
+        """A request is gone: who has not said anything of it yet need not. Idempotent."""
+        for what in [what for what, parts in self._parts.items() if getattr(parts[0], "key", None) == key]:
+            del self._parts[what]
+        self._failed -= {(key, late) for late in (False, True)}
 
 
-def _identity(report: Report) -> object:
+def _identity(report: UnitRan | Stored | SliceTook) -> object:
     """What a report is about, the same for every rank."""
     match report:
         case UnitRan(key, unit):
             return UnitRan, key, unit
-        case LoadFailed(key):
-            return LoadFailed, key
         case Stored(ticket):
             return Stored, ticket
         case SliceTook():
-            return SliceTook
-        case StatesKept():
-            return report
+            return SliceTook, report.number
+
+
+def _joined(parts: Sequence[Report]) -> Report:
+    """Reports of all ranks about the same."""
+    first = parts[0]
+    match first:
+        case UnitRan():
+            return replace(first, seconds=max(part.seconds for part in parts if isinstance(part, UnitRan)))
+        case SliceTook():
+            took = [part for part in parts if isinstance(part, SliceTook)]
+            return SliceTook(max(part.seconds for part in took), max(part.step_s for part in took), first.number)
+        case Stored(ticket):
+            return Stored(ticket, next((part.why for part in parts if isinstance(part, Stored) and part.why), ""))
+    raise AssertionError(first)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from kvkin.engines.answer import Answer
 from kvkin.engines.api import Counters, EngineRequest, EngineSink
-from kvkin.engines.vllm.scheduler_side import Entry
+from kvkin.engines.vllm.entries import Entry
 from kvkin.engines.vllm.spaces import PagedSpace
 from kvkin.kv.errors import CapacityError
 from kvkin.kv.execution import Unit

@@ -9,12 +9,12 @@ vLLM or leaks. So each request is in one table here, and each report is ordered 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
 from kvkin.engines.vllm.budgets import HostMemory
+from kvkin.engines.vllm.entries import PARAMETER, Entry, StepPlan, computed_before, tell
 from kvkin.engines.vllm.loads import Load, LoadState, LoadTable
 from kvkin.engines.vllm.orders import (
     EndLoad,
@@ -27,53 +27,26 @@ from kvkin.engines.vllm.orders import (
     SwapOut,
 )
 from kvkin.engines.vllm.reports import (
-    Listener,
     LoadFailed,
+    RankReports,
     Report,
     SliceTook,
     StatesKept,
     Stored,
     UnitRan,
-    merged,
 )
 
-PARAMETER = "kvkin"
-"""Key in a request's ``kv_transfer_params``: the name under which the engine entered it."""
+__all__ = ["PARAMETER", "Entry", "SchedulerSide", "StepPlan"]
 
-
-@dataclass
-class Entry:
-    """One request. ``lost`` is called when blocks that somebody may read are gone, with True if its hidden states are, too;
-    ``tapped`` if E is kept, ``hold`` if its blocks are to be kept at the end."""
-
-    load: Load
-    num_tokens: int
-    max_new_tokens: int
-    lost: Callable[[bool], None]
-    listener: Listener | None = None
-    tapped: bool = False
-    hold: bool = True
-    request_id: str = ""
-    held: tuple[int, ...] | None = None
-    scheduled: bool = False
-    waits_for_data: bool = False
-    cached_tokens: int = 0
-    ended: bool = False
-
-
-@dataclass
-class StepPlan:
-    """What one step's orders are, and how much vLLM itself computes in it."""
-
-    orders: list[Order] = field(default_factory=list)
-    progress: list[Progress] = field(default_factory=list)
+MAX_SLICES_OUT = 2
+"""Slices that were ordered and are not done: one that the device works on, one behind it. More would wait there instead of here."""
 
 
 class SchedulerSide:
     """``num_ranks`` workers carry out the orders."""
 
     def __init__(self, block_size: int, num_ranks: int = 1) -> None:
-        self._block_size, self._num_ranks = block_size, num_ranks
+        self._block_size, self._ranks = block_size, RankReports(num_ranks)
         self.entries: dict[str, Entry] = {}
         self._by_id: dict[str, Entry] = {}
         self._held: dict[str, Entry] = {}  # finished, blocks kept; oldest first
@@ -82,9 +55,10 @@ class SchedulerSide:
         self._manager: Any = None
         self.loads: LoadTable | None = None
         self.active = False
-        """Whether the last step had anything to do."""
+        """Whether the last step had anything to do, or something came of earlier ones."""
         self.slice_s = 0.0
-        """Seconds that the orders of the last step took."""
+        """Seconds that the last step took longer because of slices."""
+        self._slices_out = 0
         self.last = StepPlan()
         self.ends_early: Callable[[Load], bool] = lambda load: False
         """Whether a load that only pulls may be waited for by a forward; asked only if its request is alone."""
@@ -159,7 +133,8 @@ class SchedulerSide:
 
     @property
     def has_orders(self) -> bool:
-        return bool(self._orders)
+        """Whether steps are wanted although vLLM has no request."""
+        return bool(self._orders or self._stores)
 
     def frees_blocks(self) -> bool:
         """Before vLLM preempts a request: blocks that are only kept for readers go first. True: some will be free soon."""
@@ -217,11 +192,14 @@ class SchedulerSide:
         assert self.loads is not None or not self._by_id
         # nobody else waits with it, or finds its blocks in vLLM's cache before they are complete
         alone = len(self._by_id) == 1
-        slices = [] if self.loads is None else self.loads.orders(self.ends_early if alone else lambda load: False)
-        step = StepPlan([*orders, *slices], self._progress(output))
+        slices: list[Order] = []
+        if self.loads is not None and self._slices_out < MAX_SLICES_OUT:
+            slices = self.loads.orders(self.ends_early if alone else lambda load: False)
+        step = StepPlan([*orders, *slices], self._progress(output), idle=not output.total_num_scheduled_tokens)
         self.last = step
         self.slice_s = 0.0
-        self.active = bool(output.total_num_scheduled_tokens or step.orders)
+        self._slices_out += bool(step.orders)
+        self.active = bool(step.orders) or not step.idle
         self._make_room()
         return step
 
@@ -239,6 +217,10 @@ class SchedulerSide:
             self._orders.append(entry.load.end(request.request_id))
             self._drop(key, entry)
             return False
+        if entry.load.state is LoadState.ENDED:
+            # vLLM waits for the report that is on its way, and takes its blocks back by itself
+            self._drop(key, entry)
+            return False
         if entry.hold and request.status != RequestStatus.FINISHED_ERROR and block_ids[0]:
             entry.held = tuple(block_ids[0])
             self._held[key] = entry
@@ -247,7 +229,8 @@ class SchedulerSide:
         return False
 
     def received(self, request_ids: set[str]) -> None:
-        """vLLM took the reports of these loads."""
+        """vLLM took the reports of these loads: its next step has something to do."""
+        self.active = self.active or bool(request_ids)
         for request_id in request_ids:
             entry = self._by_id.get(request_id)
             if entry is not None:
@@ -256,15 +239,21 @@ class SchedulerSide:
     # --- from the workers ----------------------------------------------------------------------------------------------------
 
     def step_reported(self, by_rank: Sequence[Sequence[Report]]) -> None:
-        """The reports of a step, by rank, of workers in other processes."""
-        for report in merged(by_rank, self._num_ranks):
+        """The reports of a step, of workers in other processes."""
+        for report in self._ranks.add([list(filter(self._concerns, reports)) for reports in by_rank]):
             self.reported(report)
+
+    def _concerns(self, report: Report) -> bool:
+        """Whether a report is not one of a request that is gone: some ranks may have said their part before it went."""
+        return isinstance(report, Stored | SliceTook) or report.key in self.entries
 
     def reported(self, report: Report) -> None:
         """Late reports of requests that are gone are ignored."""
+        self.active = True
         match report:
-            case SliceTook(seconds):
-                self.slice_s = seconds
+            case SliceTook():
+                self.slice_s += report.step_s
+                self._slices_out -= 1
             case Stored(ticket, why):
                 self._stores.pop(ticket, _ignore)(why)
             case LoadFailed(_, why, late=True):
@@ -272,7 +261,7 @@ class SchedulerSide:
             case UnitRan(key) | StatesKept(key) | LoadFailed(key):
                 entry = self.entries.get(key)
                 if entry is not None and entry.listener is not None:
-                    _tell(entry.listener, report)
+                    tell(entry.listener, report)
 
     def _waste_step(self, why: str) -> None:
         """Nothing of the step that runs is to be used, and nobody may find its blocks in vLLM's cache: also who came only now."""
@@ -293,6 +282,7 @@ class SchedulerSide:
         self.states.give(key)
         self.swaps.give(key)
         if self.entries.pop(key, None) is not None:
+            self._ranks.forget(key)
             self._orders.append(Forget(key))
 
     def _preempted(self, output: Any) -> list[Order]:
@@ -316,9 +306,7 @@ class SchedulerSide:
         return orders
 
     def _progress(self, output: Any) -> list[Progress]:
-        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed = computed_before(output)
         progress = []
         for request_id, count in output.num_scheduled_tokens.items():
             entry = self._by_id.get(request_id)
@@ -347,16 +335,6 @@ class SchedulerSide:
             self._held[key].lost(True)
             self.release(key)
             self.active = True
-
-
-def _tell(listener: Listener, report: UnitRan | StatesKept | LoadFailed) -> None:
-    match report:
-        case UnitRan(_, unit, positions, seconds):
-            listener.unit_done(unit, positions, seconds)
-        case StatesKept(_, layer, start, stop):
-            listener.states_kept(layer, start, stop)
-        case LoadFailed(_, why):
-            listener.load_failed(why)
 
 
 def _ignore(_: str) -> None:

@@ -8,7 +8,8 @@ with other taps need another ``additional_config`` (``launch.py``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ class TapNorm(RMSNorm):
     """An input norm that keeps what enters: ``tap_buffer`` (rows, hidden), the rows in the order of the batch."""
 
     tap_buffer: Tensor
+    muted = False
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        if self.muted:
+            return super().forward(x, residual)
         if residual is None:
             self.tap_buffer[: x.shape[0]].copy_(x)
             return super().forward(x)
@@ -37,6 +41,19 @@ def install_taps(model: Any, layers: Sequence[int], num_rows: int) -> None:
         assert type(norm) is RMSNorm, f"layer {layer} has another input norm: {type(norm).__name__}"
         norm.register_buffer("tap_buffer", torch.zeros(num_rows, norm.hidden_size), persistent=False)
         norm.__class__ = TapNorm
+
+
+@contextmanager
+def untapped() -> Iterator[None]:
+    """Around layers that are run by themselves: the buffers are those of the forward, which a device may be in the middle of.
+
+    What was compiled or captured before keeps its copies.
+    """
+    TapNorm.muted = True
+    try:
+        yield
+    finally:
+        TapNorm.muted = False
 
 
 def tapped(model: Any, layer: int) -> Tensor:

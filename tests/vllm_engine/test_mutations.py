@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from check_engine import GEOMETRIES, check_shape
 from engine_harness import TAPS
 from vllm_bench import SharedEngine, lora_family
 
-from kvkin.engines.vllm import paged_kv, worker_side
+from kvkin.engines.vllm import forward_watch, paged_kv
 from kvkin.engines.vllm.adapters import Adapters
 from kvkin.engines.vllm.layers import LayerRunner
 from kvkin.engines.vllm.loads import Load
@@ -46,7 +47,7 @@ def rows_are_turned_to_the_next_position(patch: pytest.MonkeyPatch) -> None:
 
     def shifted(self: LayerRunner, positions: Any, block_ids: Any) -> Any:
         rows = original(self, positions, block_ids)
-        return type(rows)(rows.positions + 1, rows.slots, rows.metadata)
+        return replace(rows, positions=rows.positions + 1)
 
     patch.setattr(LayerRunner, "rows", shifted)
 
@@ -100,7 +101,7 @@ def rows_do_not_see_their_neighbours(patch: pytest.MonkeyPatch) -> None:
     def as_one(self: LayerRunner, positions: Any, block_ids: Any) -> Any:
         whole = original(self, range(positions[-1] + 1 - len(positions), positions[-1] + 1), block_ids)
         mine = original(self, positions, block_ids)
-        return type(mine)(mine.positions, mine.slots, whole.metadata)
+        return replace(mine, metadata=whole.metadata)
 
     patch.setattr(LayerRunner, "rows", as_one)
 
@@ -129,14 +130,14 @@ def a_load_ends_before_it_is_complete(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("private")
 def taps_are_one_row_off(patch: pytest.MonkeyPatch) -> None:
-    original = worker_side.tapped
-    patch.setattr(worker_side, "tapped", lambda model, layer: original(model, layer).roll(1, 0))
+    original = forward_watch.tapped
+    patch.setattr(forward_watch, "tapped", lambda model, layer: original(model, layer).roll(1, 0))
 
 
 @mutant("private")
 def taps_are_those_of_another_layer(patch: pytest.MonkeyPatch) -> None:
-    original = worker_side.tapped
-    patch.setattr(worker_side, "tapped", lambda model, layer: original(model, {1: 2, 2: 4, 4: 1}[layer]))
+    original = forward_watch.tapped
+    patch.setattr(forward_watch, "tapped", lambda model, layer: original(model, {1: 2, 2: 4, 4: 1}[layer]))
 
 
 @mutant("everything_reused_inexactly")

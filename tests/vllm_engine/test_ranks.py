@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkin.engines.vllm.ranks import heads_of, is_writer, joined
-from kvkin.engines.vllm.reports import LoadFailed, Report, SliceTook, StatesKept, Stored, UnitRan, merged
+from kvkin.engines.vllm.reports import LoadFailed, RankReports, Report, SliceTook, StatesKept, Stored, UnitRan
 from kvkin.kv.execution import Unit, UnitMode
 
 # --- heads -----------------------------------------------------------------------------------------------------------------
@@ -73,6 +73,11 @@ def test_as_vllm_splits_them() -> None:
 
 
 # --- reports ---------------------------------------------------------------------------------------------------------------
+
+
+def merged(by_rank: Sequence[Sequence[Report]], num_ranks: int) -> list[Report]:
+    """Of ranks that all say what they have to say in one step."""
+    return RankReports(num_ranks).add(by_rank)
 
 
 def unit(chunk: int, layer: int = 0) -> Unit:
