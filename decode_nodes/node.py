@@ -180,6 +180,7 @@ class DecodeNode:
             self.settings.transition_layers if execute.publish else (),
             first_distribution=execute.check is not None,
             engine_cache=execute.engine_cache,
+            root=execute.root,
         )
         sink = _Sink(self, execute.request_id)
         try:

@@ -28,7 +28,8 @@ class EngineRequest:
     """One request. Without ``sampling`` it is a prefill only (an order): no logits, no tokens.
 
     ``taps`` are the transition layers whose entering hidden states are kept for publication. ``first_distribution`` asks for
-    ``Result.first_logprobs``. Without ``engine_cache`` a prefix cache of the engine's own gives it nothing.
+    ``Result.first_logprobs``. Without ``engine_cache`` a prefix cache of the engine's own gives it nothing, and with it only what requests
+    under the same ``root`` (the hash before the first block: tenant scope, tokenizer) left there.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class EngineRequest:
     taps: tuple[int, ...] = ()
     first_distribution: bool = False
     engine_cache: bool = True
+    root: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -175,6 +175,7 @@ class PrefillNode:
             self._plan(running, Holder(settings.name, provenance)),
             None,
             settings.transition_layers,
+            root=order.root,
         )
         running.execution = self._engine.submit(request, _Sink(self, running))
         for chunk in running.execution.chunks:

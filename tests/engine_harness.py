@@ -286,8 +286,8 @@ def request(
 ) -> EngineRequest:
     sampling = options.get("sampling", greedy())
     taps, first = options.get("taps", TAPS), options.get("first_distribution", False)
-    cache = options.get("engine_cache", True)
-    return EngineRequest(request_id, model, tuple(token_ids), plan, sampling, taps, first, cache)
+    cache, root = options.get("engine_cache", True), options.get("root", b"")
+    return EngineRequest(request_id, model, tuple(token_ids), plan, sampling, taps, first, cache, root)
 
 
 def run_until_idle(bench: Bench, limit: int = 100_000) -> None:

@@ -59,6 +59,8 @@ class Admission:
 
     def add(self, running: RunningRequest, plan: ReusePlan, key: str) -> str:
         """Hand the request to vLLM; returns vLLM's own name for it. Raises InvalidRequest."""
+        from vllm.exceptions import VLLMClientError
+
         request, model = running.request, self._models[running.request.model]
         adapter = None if model.adapter is None else self._runtime.adapters[model.adapter]
         prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": self._salt(request, plan, key)}
@@ -66,7 +68,7 @@ class Admission:
             internal_id: str = self._runtime.llm.add_request(
                 key, prompt, sampling_params(request, model.eos, key), lora_request=adapter
             )
-        except ValueError as error:
+        except (ValueError, VLLMClientError) as error:
             raise InvalidRequest(str(error)) from error
         return internal_id
 
@@ -79,9 +81,9 @@ class Admission:
         return ()
 
     def _salt(self, request: EngineRequest, plan: ReusePlan, key: str) -> str:
-        """Salt of vLLM's prefix cache: the model, and how the KV under this plan comes to be."""
+        """Salt of vLLM's prefix cache: the model, how the KV under this plan comes to be, and who may know of it."""
         lineage = self._models[request.model].lineage_id or digest(b"model", self._nonce, request.model.encode())
-        parts = [lineage.hex(), provenances(plan, lineage)[-1].key.hex()]
+        parts = [lineage.hex(), provenances(plan, lineage)[-1].key.hex(), request.root.hex()]
         if not request.engine_cache or (request.sampling is None and request.taps):
             # a salt that nobody else has. An order must give the hidden states of what it computes: vLLM's cache has none
             parts.append(key)
