@@ -6,17 +6,15 @@ Runs on the loop of the link's thread (``attached.py``). What runs here is what 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import msgspec
 import structlog
 
-from kvkin.decode_nodes.publication import Item, Publisher, neighbours
+from kvkin.decode_nodes.attached_stores import OrderedRows, Stores
+from kvkin.decode_nodes.publication import Publisher
 from kvkin.decode_nodes.sources import PlanSources, faster
 from kvkin.engines.api import Arrival
 from kvkin.engines.vllm.serving import (
@@ -27,7 +25,6 @@ from kvkin.engines.vllm.serving import (
     Published,
     Question,
     SourcesFailed,
-    StoreWanted,
 )
 from kvkin.kv.errors import KvkinError
 from kvkin.kv.execution import PlanExecution
@@ -70,8 +67,7 @@ class AttachedRequests:
     def __init__(self, plan_s: float, events: deque[LinkEvent]) -> None:
         self._plan_s, self._events = plan_s, events
         self._asked: dict[str, _Asked] = {}
-        self._stores: dict[int, asyncio.Future[str]] = {}
-        self._tickets = itertools.count()
+        self._stores = Stores(events)
         self._silent: dict[RouterLink, float] = {}
         self._pull_rate = 0.0
         self._finished = self._fallbacks = 0
@@ -82,8 +78,7 @@ class AttachedRequests:
             asked.answered.set()
             if asked.sources is not None:
                 asked.sources.stop()
-        for waiting in self._stores.values():
-            waiting.cancel()
+        self._stores.stop()
 
     def load(self) -> NodeLoad:
         return msgspec.structs.replace(
@@ -242,7 +237,8 @@ class AttachedRequests:
             if asked.publisher is not None:
                 # scratch of a plan that was given up is no part of what was computed
                 scratch = sources.scratch if sources is not None and plan is asked.plan and sources.complete else {}
-                await asked.publisher.publish(token_ids, plan, scratch, _Ordered(self, key, covered))
+                rows = OrderedRows(self._stores, key, covered, self.runtime.settings.layout.block_size)
+                await asked.publisher.publish(token_ids, plan, scratch, rows)
         except Exception as error:  # noqa: BLE001 - costs others the blocks of one request
             log.error("a request's blocks could not be published", request=key, error=repr(error))
         finally:
@@ -253,20 +249,8 @@ class AttachedRequests:
             if asked.over:
                 self._forget(asked)
 
-    async def store(self, wanted: Callable[..., StoreWanted]) -> str:
-        """Have the server's workers store blocks, under a ticket of its own; returns why it failed, or nothing."""
-        ticket = next(self._tickets)
-        self._stores[ticket] = asyncio.get_running_loop().create_future()
-        self._events.append(wanted(ticket=ticket))
-        try:
-            return await self._stores[ticket]
-        finally:
-            del self._stores[ticket]
-
     def stored(self, ticket: int, why: str) -> None:
-        waiting = self._stores.get(ticket)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(why)
+        self._stores.stored(ticket, why)
 
     def ended(self, key: str, tokens_reused: int, fallback: str) -> None:
         asked = self._asked.get(key)
@@ -303,37 +287,3 @@ class AttachedRequests:
             asked.overdue.cancel()
         if asked.sources is not None:
             asked.sources.stop()
-
-
-class _Ordered:
-    """Rows in vLLM's cache, which its workers store when vLLM's scheduler has told them to (``publication.Rows``)."""
-
-    def __init__(self, requests: AttachedRequests, key: str, covered: Covered) -> None:
-        self._requests, self._key, self._covered = requests, key, covered
-
-    def has_e(self, layer: int, start: int, stop: int) -> bool:
-        return self._covered.has(layer, start, stop)
-
-    async def copy(self, items: Sequence[Item]) -> None:
-        requests, key = self._requests, self._key
-        stores: list[tuple[list[Item], asyncio.Future[str]]] = []
-
-        def order(run: list[Item], wanted: Callable[..., StoreWanted]) -> None:
-            stores.append((run, asyncio.ensure_future(requests.store(wanted))))
-
-        for run in neighbours(list(items), requests.runtime.settings.layout.block_size):
-            layers, start = tuple(run[0].copy_layers), run[0].entry[3]
-            slots = tuple(item.slot for item in run)
-            if layers:
-                order(run, partial(StoreWanted, key, start=start, slots=slots, layers=layers))
-        for item in items:
-            for layer, slot in item.copy_e.items():
-                order([item], partial(StoreWanted, key, start=item.entry[3], slots=(slot,), e_layer=layer))
-        whys = await asyncio.gather(*(ending for _, ending in stores))
-        for item in items:
-            item.whole = True
-        for (run, _), why in zip(stores, whys, strict=True):
-            if why:
-                log.info("blocks are not published", request=key, blocks=len(run), why=why)
-            for item in run:
-                item.whole = item.whole and not why

@@ -107,18 +107,30 @@ class Publisher:
     async def publish(self, tokens: Sequence[int], plan: ReusePlan, scratch: dict[int, Scratch], rows: Rows) -> int:
         """Publish the full blocks of ``tokens`` that are not yet published; returns how many blocks are new here.
 
-        Takes the slots that it adopts out of ``scratch``. Without room for copies it publishes what fits: the blocks' worth
+        Takes the slots that it adopts out of ``scratch``. Raises nothing that an engine raises while it copies. Without room for copies it publishes what fits: the blocks' worth
         is in later requests, this one is never held up for it.
         """
         size = self._runtime.settings.layout.block_size
         chain = block_chain(tokens, self._root, size, plan, self._lineage_id)
         items, whole = self._collect(chain, plan, scratch, rows)
-        if items:
-            await rows.copy(items)
+        if await self._copied(items, rows):
+            self._published = max(self._published, whole)
         new = self._adopt(items)
-        self._published = max(self._published, whole)
         self._runtime.routers.flush()
         return new
+
+    async def _copied(self, items: list[Item], rows: Rows) -> bool:
+        """Whether the copies were made. An engine that cannot make them costs later requests these blocks, never this one its answer:
+        none is announced, for nobody knows which were whole, and the answer's publication tries them again."""
+        try:
+            if items:
+                await rows.copy(items)
+        except Exception as error:  # noqa: BLE001 - whatever an engine raises
+            log.error("blocks are not published: they could not be copied", blocks=len(items), error=repr(error))
+            for item in items:
+                item.whole = False
+            return False
+        return True
 
     def _collect(
         self,
@@ -138,9 +150,10 @@ class Publisher:
             number = next((n for n, s in enumerate(plan.segments) if s.start <= position < s.stop), None)
             landed = scratch.get(number) if number is not None else None
             segment = plan.segments[number] if number is not None else None
+            offset = 0 if segment is None else (position - segment.start) // size
             try:
-                if segment is not None and segment.sources and landed is not None:
-                    offset = (position - segment.start) // size
+                # -1: where it landed was given back when its publication failed
+                if segment is not None and segment.sources and landed is not None and landed.kv_slots[offset] >= 0:
                     item = Item(entry, landed.kv_slots[offset], segment.recomputed_layers(num_layers))
                     landed.kv_slots[offset] = -1
                     if segment.e_layer is not None:
