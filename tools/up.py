@@ -74,6 +74,7 @@ class Up:
                 await asyncio.gather(starting, return_exceptions=True)
                 return EXIT_INTERRUPTED
             starting.result()
+            screen.shows_ends = True
             screen.say("all nodes serve; Ctrl-C drains and stops them")
             screen.note = "Ctrl-C drains and stops the cluster"
             try:
@@ -163,6 +164,8 @@ class _Screen:
     def __init__(self, cluster: ClusterProcesses, *, live: bool) -> None:
         self.status: StatusReply | None = None
         self.note = "starting"
+        self.shows_ends = False
+        """Whether a death is shown with the end of the node's log: while the cluster starts, the error that ends it has that."""
         self._cluster = cluster
         self._console = Console(highlight=False, soft_wrap=not live)
         self._live = Live(console=self._console, auto_refresh=False, transient=False) if live else None
@@ -182,7 +185,7 @@ class _Screen:
             how = node.ended if node.state is NodeState.DIED else node.state.value
             where = f" (pid {node.pid}, log {node.log_path})" if node.state is NodeState.STARTING else ""
             self._console.print(f"{node.name} {how}{where}", markup=False)
-        if node.state is NodeState.DIED:
+        if node.state is NodeState.DIED and self.shows_ends:
             self._console.print(f"the end of {node.log_path}:\n{node.log_tail(5)}", markup=False)
         self.refresh()
 
