@@ -168,6 +168,11 @@ Order = (
 )
 
 
+def is_slice(orders: Sequence[Order]) -> bool:
+    """Whether a step's orders are work, which takes time: then it is reported when they are done (``SliceTook``)."""
+    return any(isinstance(order, WriteData | RunUnit | SwapIn | HoldAdapter) for order in orders)
+
+
 @dataclass(frozen=True)
 class Progress:
     """vLLM computes tokens [start, stop) of a request in this step; ``first_slot`` is where the first of them is written (if the

@@ -56,8 +56,8 @@ class Stored:
 
 @dataclass(frozen=True)
 class SliceTook:
-    """The orders of a step were carried out, the worker's ``number``-th that had any; in how many seconds, and by how many a step of
-    vLLM took longer because of it."""
+    """The orders of a step were carried out, the worker's ``number``-th slice (``is_slice``); in how many seconds, and by how many a step
+    of vLLM took longer because of it."""
 
     seconds: float
     step_s: float = 0.0

@@ -16,25 +16,8 @@ from vllm.v1.request import RequestStatus
 from kvkin.engines.vllm.budgets import HostMemory
 from kvkin.engines.vllm.entries import PARAMETER, Entry, StepPlan, computed_before, tell
 from kvkin.engines.vllm.loads import Load, LoadState, LoadTable
-from kvkin.engines.vllm.orders import (
-    EndLoad,
-    Forget,
-    Order,
-    Progress,
-    ReleaseBlocks,
-    Serve,
-    Store,
-    SwapOut,
-)
-from kvkin.engines.vllm.reports import (
-    LoadFailed,
-    RankReports,
-    Report,
-    SliceTook,
-    StatesKept,
-    Stored,
-    UnitRan,
-)
+from kvkin.engines.vllm.orders import EndLoad, Forget, Order, Progress, ReleaseBlocks, Serve, Store, SwapOut, is_slice
+from kvkin.engines.vllm.reports import LoadFailed, RankReports, Report, SliceTook, StatesKept, Stored, UnitRan
 
 __all__ = ["PARAMETER", "Entry", "SchedulerSide", "StepPlan"]
 
@@ -198,7 +181,7 @@ class SchedulerSide:
         step = StepPlan([*orders, *slices], self._progress(output), idle=not output.total_num_scheduled_tokens)
         self.last = step
         self.slice_s = 0.0
-        self._slices_out += bool(step.orders)
+        self._slices_out += is_slice(step.orders)
         self.active = bool(step.orders) or not step.idle
         self._make_room()
         return step

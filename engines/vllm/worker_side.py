@@ -40,6 +40,7 @@ from kvkin.engines.vllm.orders import (
     SwapIn,
     SwapOut,
     WriteData,
+    is_slice,
 )
 from kvkin.engines.vllm.rank_memory import CacheShape, KeptStates, RankMemory
 from kvkin.engines.vllm.reports import Report, SliceTook, Stored
@@ -115,15 +116,16 @@ class WorkerSide:
         self._watch.end()
         if not orders:
             return
-        self._num_slices += 1
-        number = self._num_slices
         with self._lane.slice():
             span = self._lane.begin()
             with self.runner.adapters.restored():
                 for order in orders:
                     self._carry_out(order)
             span.end()
-            self._lane.then(lambda: self._say(SliceTook(span.seconds, span.step_s, number)), weight=1)
+            if is_slice(orders):
+                self._num_slices += 1
+                number = self._num_slices
+                self._lane.then(lambda: self._say(SliceTook(span.seconds, span.step_s, number)), weight=1)
 
     def _carry_out(self, order: Order) -> None:
         match order:
