@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import multiprocessing
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -210,6 +211,8 @@ async def _built_or_stopped(build: Callable[[], Engine], stop: asyncio.Event, na
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait([building, stopping], return_when=asyncio.FIRST_COMPLETED)
     if not building.done():
+        for rank in multiprocessing.active_children():
+            rank.kill()  # by itself it would load its weights before it notices
         log.info("stopped", node=name, when="starting")
         os._exit(0)
     stopping.cancel()
