@@ -119,8 +119,10 @@ def _check_memory(config: ClusterConfig, family: ResolvedFamily, name: str, argu
     needed = _context_bytes(family, arguments, default_block=1)
     if given < needed:
         key = argument_key(config, name, "kv_cache_memory_bytes")
-        problem = f"{given} bytes a rank hold less than one request of {family.max_context_tokens} tokens"
-        raise ConfigError(key, problem, f"at least {needed}, or a smaller max_context_tokens of the family")
+        longest = arguments.get("max_model_len", family.max_context_tokens)
+        shorter = "max_model_len" if longest > family.max_context_tokens else "max_context_tokens of the family"
+        problem = f"{given} bytes a rank hold less than one request of {longest} tokens"
+        raise ConfigError(key, problem, f"at least {needed}, or a smaller {shorter}")
 
 
 def _context_bytes(

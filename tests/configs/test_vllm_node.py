@@ -166,6 +166,11 @@ def test_memory_that_is_enough(base: Path, tmp_path: Path) -> None:
     resolve(base, tmp_path, {"kv_cache_memory_bytes": CONTEXT * TOKEN_BYTES // 2, "tensor_parallel_size": 2})
     with pytest.raises(ConfigError, match="hold less"):  # two KV heads on four ranks: each has one
         resolve(base, tmp_path, {"kv_cache_memory_bytes": CONTEXT * TOKEN_BYTES // 4, "tensor_parallel_size": 4})
+    # what is too long is named: here it is not the family's context
+    with pytest.raises(ConfigError, match=rf"one request of {2 * CONTEXT} tokens .*or a smaller max_model_len"):
+        resolve(base, tmp_path, {"kv_cache_memory_bytes": CONTEXT * TOKEN_BYTES, "max_model_len": 2 * CONTEXT})
+    with pytest.raises(ConfigError, match=rf"one request of {CONTEXT} tokens .*or a smaller max_context_tokens"):
+        resolve(base, tmp_path, {"kv_cache_memory_bytes": CONTEXT * TOKEN_BYTES - 1})
 
 
 def test_blocks_of_the_cpu_build(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
