@@ -21,7 +21,7 @@ from kvkin.configs.digests import Progress
 from kvkin.configs.numerics import resolve_compute_dtype, resolve_device
 from kvkin.configs.pairs import FamilyProfiles, load_profiles
 from kvkin.configs.prompt_files import TokenizerIdentity
-from kvkin.configs.schema import ClusterConfig, FamilyConfig
+from kvkin.configs.schema import ClusterConfig, FamilyConfig, RouterNode
 from kvkin.configs.vllm_node import check_vllm_family
 from kvkin.configs.vllm_rules import engine_key, quantization, vllm_nodes, worker_node
 from kvkin.kv.errors import ConfigError
@@ -132,6 +132,7 @@ def resolve_cluster(config: ClusterConfig, *, progress: Progress | None = None) 
         check_attached_family(config, family)
         _check_quantised(config, family)
         warnings += family.warnings
+        warnings += _room_warnings(config, family)
         if remote and "auto" in (family.config.device, family.config.compute_dtype):
             key = child_key("families", name)
             warnings.append(f"{key}: device or compute_dtype is auto, and hosts that choose differently share nothing")
@@ -285,6 +286,22 @@ def _check_tokenizer(member_key: str, member: ModelIdentity, base: TokenizerIden
         problem = f"its tokenizer has {member.tokenizer.num_ids} tokens, but the weights embed {member.vocab_size}"
         raise ConfigError(f"{member_key}.checkpoint", problem, "weights with an embedding row for every token")
     return beyond
+
+
+def _room_warnings(config: ClusterConfig, family: ResolvedFamily) -> list[str]:
+    """Nodes whose memory holds not one block: they serve, and share nothing with anybody."""
+    least, found = family.layout.kv_slot_bytes, []
+    for name, node in config.nodes.items():
+        if (
+            not isinstance(node, RouterNode)
+            and config.family_of(node.models[0]) == family.name
+            and node.kv_bytes < least
+        ):
+            key = f"{child_key('nodes', name)}.kv_bytes"
+            found.append(
+                f"{key}: {node.kv_bytes} bytes hold no block of {family.name} ({least} bytes): no KV is shared"
+            )
+    return found
 
 
 def _base_warnings(key: str, family: FamilyConfig, base: ModelIdentity) -> list[str]:

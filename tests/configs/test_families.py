@@ -48,6 +48,20 @@ def resolve(base: Path, state: Path, checkpoint: Path, adapter: Path | None = No
     return resolve_cluster(parse_cluster(cluster_text(base, state, member, **family), "f.yaml"))
 
 
+@pytest.mark.parametrize(("more", "warned"), [(-1, True), (0, False)])
+def test_a_node_that_holds_no_block_is_warned_of(base: Path, tmp_path: Path, more: int, warned: bool) -> None:
+    data = yaml.safe_load(cluster_text(base, tmp_path, {"checkpoint": str(base)}))
+    block = 6 * 2 * 16 * 2 * 16 * 4  # layers, keys and values, tokens, heads, their width, bytes
+    data["nodes"]["prefill"]["kv_bytes"] = block + more
+    warnings = resolve_cluster(parse_cluster(yaml.safe_dump(data), "f")).warnings
+    told = [
+        each
+        for each in warnings
+        if each.startswith(f"nodes.prefill.kv_bytes: {block - 1} bytes") and str(block) in each
+    ]
+    assert (len(warnings), len(told)) == (warned, warned)
+
+
 def test_a_family_knows_what_its_nodes_need(base: Path, tmp_path: Path) -> None:
     adapter = make_tiny_lora(base, tmp_path / "a", [4, 5])
     groups = [{"sender": "base", "receiver": "member", "group": [2, 5]}, {"receiver": "member", "group": [0, 3]}]
