@@ -73,10 +73,21 @@ class Adapters:
         try:
             yield
         finally:
-            for lora_id in slots:
-                if lora_id is not None:
-                    self._place(lora_id, known[lora_id])
-            if mapping is not None:
+            if not (
+                known.keys() <= manager.list_adapters().keys() and set(slots) - {None} <= set(manager.lora_index_to_id)
+            ):
+                # what came goes first: else one that is put back might displace another
+                for lora_id in manager.list_adapters().keys() - known.keys():
+                    manager.remove_adapter(lora_id)
+                for lora_id in set(manager.lora_index_to_id) - set(slots) - {None}:
+                    manager.deactivate_adapter(lora_id)
+                for lora_id in known:
+                    self._register(lora_id, known[lora_id])
+                for lora_id in slots:
+                    if lora_id is not None and lora_id not in manager.lora_index_to_id:
+                        manager.activate_adapter(lora_id)
+            # one of which an adapter was unloaded since is of an earlier batch, and nobody samples from that
+            if mapping is not None and set(mapping.prompt_mapping) | set(mapping.index_mapping) <= {0, *slots}:
                 manager.set_adapter_mapping(mapping)
 
     def use(self, lora_id: int, num_rows: int) -> None:
@@ -90,15 +101,12 @@ class Adapters:
             )
             if found is None:
                 raise RuntimeError(f"adapter {lora_id} is neither in a slot nor held")
-            self._place(lora_id, found)
+            self._register(lora_id, found)
+            manager.activate_adapter(lora_id)  # the slot that was used least recently, if none is free
         manager.set_adapter_mapping(LoRAMapping((lora_id,) * num_rows, (lora_id,), is_prefill=True))
 
-    def _place(self, lora_id: int, adapter: Any) -> None:
-        """Into a slot, if it is in none: the one that was used least recently gives way."""
+    def _register(self, lora_id: int, adapter: Any) -> None:
         assert self._manager is not None
-        if lora_id in self._manager.lora_index_to_id:
-            return
         if lora_id not in self._manager.list_adapters():
             # not by ``add_adapter``: it prepares an adapter's weights, which was done when this one was loaded
             self._manager._registered_adapters[lora_id] = adapter
-        self._manager.activate_adapter(lora_id)
