@@ -36,10 +36,13 @@ class AttachedModels:
             raise ConfigError(where, problem, f"--dtype {self.family.compute_dtype}, or compute_dtype: {dtype}")
         members = self.family.config.models
         self._plain = next((name for name in node.models if members[name].adapter is None), None)
-        if self._plain is not None and self._read(None).lineage != self.family.models[self._plain].lineage:
-            problem = f"{self._plain} has other weights than {checkpoint}, which vllm serve runs"
-            allowed = f"--model {members[self._plain].checkpoint}, or the names of models with these weights"
-            raise ConfigError(f"{key}[{node.models.index(self._plain)}]", problem, allowed)
+        # they are of one checkpoint: if one is what vLLM makes of its own, so are the others
+        first = self._plain or node.models[0]
+        adapter_path = self.family.models[first].adapter_path
+        if self._read(None if adapter_path is None else str(adapter_path)).lineage != self.family.models[first].lineage:
+            problem = f"{first} has other weights than {checkpoint}, which vllm serve runs"
+            allowed = f"--model {members[first].checkpoint}, or the names of models with these weights"
+            raise ConfigError(f"{key}[{node.models.index(first)}]", problem, allowed)
         self._lock = threading.Lock()
         self._adapters: dict[tuple[str, str], str | None] = {}
         for name in node.models:
@@ -86,3 +89,8 @@ class AttachedModels:
             cache_dir=Path(self._options.config.state_path) / "digests",
             family_vocab=self.family.vocab_size,
         )
+
+
+def check_weights(options: ServingOptions, checkpoint: str, dtype: str) -> None:
+    """Raise ConfigError if ``checkpoint`` or ``dtype`` is not the node's: in the process that runs the model, before it reads the weights."""
+    AttachedModels(options, checkpoint, dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.mixtral import MixtralForCausalLM
@@ -16,7 +17,8 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from kvkin.engines.vllm.plugin import CONNECTOR
-from kvkin.engines.vllm.serving import clear_refusal, taps_of
+from kvkin.engines.vllm.serving import taps_of
+from kvkin.engines.vllm.serving_checks import check_before_loading
 from kvkin.engines.vllm.taps import install_taps
 from kvkin.kv.errors import ConfigError
 
@@ -27,9 +29,12 @@ class _Tapped:
     """First base of the classes below: builds the model, then taps it if kvkin's connector is configured."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **options: Any) -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix, **options)  # type: ignore[call-arg]
         transfer = vllm_config.kv_transfer_config
-        if transfer is not None and transfer.kv_connector == CONNECTOR:
+        ours = transfer is not None and transfer.kv_connector == CONNECTOR
+        if ours:
+            check_before_loading(vllm_config, get_tensor_model_parallel_rank())
+        super().__init__(vllm_config=vllm_config, prefix=prefix, **options)  # type: ignore[call-arg]
+        if ours:
             _adopt(self, vllm_config)
 
 
@@ -55,8 +60,7 @@ class KvkinQwen3ForCausalLM(_Tapped, Qwen3ForCausalLM):
 
 def _adopt(model: Any, vllm_config: Any) -> None:
     global _built
-    with clear_refusal():
-        layers = taps_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    layers = taps_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
     if isinstance(vllm_config.additional_config, dict):
         # part of the key of the compile cache, which knows of no taps
         vllm_config.additional_config["kvkin"] = {"taps": list(layers)}

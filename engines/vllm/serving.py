@@ -29,6 +29,7 @@ from kvkin.transport.arena import ArenaDescription, Place
 from kvkin.transport.messages import Reuse
 
 LINK = "kvkin.decode_nodes.attached:open_link"
+WEIGHTS = "kvkin.decode_nodes.attached_models:check_weights"
 EXTRA = "kv_connector_extra_config"
 _KEYS = ("config", "node", "reuse", "max_loss")
 
@@ -219,6 +220,14 @@ class Link(Protocol):
 
 def open_link(options: ServingOptions, checkpoint: str, dtype: str) -> Link:
     """Join the family as the node that ``options`` name, with the weights of ``checkpoint`` in ``dtype``. Raises ConfigError."""
-    module, _, name = LINK.partition(":")
-    opened = cast(Callable[[ServingOptions, str, str], Link], getattr(importlib.import_module(module), name))
-    return opened(options, checkpoint, dtype)
+    return cast(Link, _named(LINK)(options, checkpoint, dtype))
+
+
+def check_weights(options: ServingOptions, checkpoint: str, dtype: str) -> None:
+    """Raise ConfigError if the weights of ``checkpoint`` in ``dtype`` are not those of the node that ``options`` name."""
+    _named(WEIGHTS)(options, checkpoint, dtype)
+
+
+def _named(where: str) -> Callable[[ServingOptions, str, str], object]:
+    module, _, name = where.partition(":")
+    return cast(Callable[[ServingOptions, str, str], object], getattr(importlib.import_module(module), name))

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvkin.configs.convert import child_key
 from kvkin.configs.vllm_rules import LIMITED, REFUSED
-from kvkin.engines.vllm.serving import ServingOptions
+from kvkin.engines.vllm.serving import ServingOptions, check_weights, clear_refusal, serving_options
 from kvkin.kv.errors import ConfigError
 
 _ONE = (
@@ -19,6 +19,20 @@ _ONE = (
     "decode_context_parallel_size",
     "nnodes",
 )
+
+
+def check_before_loading(vllm_config: Any, rank: int) -> None:
+    """In a process that is about to build the model: whatever can be refused is refused before weights are read, by the first rank.
+
+    Raises ConfigError, with one line of its own in the log.
+    """
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if rank or "taps" in extra:  # a node's own engine was checked by the node
+        return
+    with clear_refusal():
+        options = serving_options(extra)
+        check_serving(vllm_config, options)
+        check_weights(options, str(vllm_config.model_config.model), dtype_of(vllm_config))
 
 
 def check_serving(vllm_config: Any, options: ServingOptions) -> None:
@@ -51,6 +65,34 @@ def check_serving(vllm_config: Any, options: ServingOptions) -> None:
         where = child_key(child_key("families", options.family_name), "chunk_tokens")
         problem = f"{batch} is less than {where}, {chunk}"
         raise ConfigError("--max-num-batched-tokens", problem, f"at least {chunk}, or a smaller chunk_tokens")
+    _check_adapters(vllm_config, options)
+
+
+def _check_adapters(vllm_config: Any, options: ServingOptions) -> None:
+    adapters = [name for name in options.node.models if options.family.models[name].adapter is not None]
+    where = f"{child_key('nodes', options.name)}.models"
+    lora = vllm_config.lora_config
+    if lora is None:
+        if adapters:
+            problem = f"is missing, and {', '.join(adapters)} of {where} are LoRA adapters"
+            raise ConfigError("--enable-lora", problem, "--enable-lora --lora-modules NAME=PATH ...")
+        return
+    if lora.target_modules is not None:
+        problem = "an adapter of which vLLM leaves out modules is another model"
+        raise ConfigError("--lora-target-modules", problem, "no such argument")
+    lora_dtype = str(lora.lora_dtype).removeprefix("torch.")
+    if lora_dtype != dtype_of(vllm_config):
+        problem = f"cannot be {lora_dtype}: the model is {dtype_of(vllm_config)}"
+        raise ConfigError("--lora-dtype", problem, "auto")
+    if lora.enable_mixed_moe_lora_format:
+        problem = "adapters of experts in two formats have not been tried"
+        raise ConfigError("--enable-mixed-moe-lora-format", problem, "no such argument")
+    if vllm_config.device_config.device_type == "cpu" and lora.max_loras <= len(adapters):
+        problem = (
+            f"{lora.max_loras} is too few: on CPUs vLLM mixes the adapter of the last slot into requests without one"
+        )
+        allowed = f"at least {len(adapters) + 1}, one more than the adapters of {where}"
+        raise ConfigError("--max-loras", problem, allowed)
 
 
 def dtype_of(vllm_config: Any) -> str:

@@ -14,7 +14,7 @@ from kvkin.configs.families import resolve_cluster
 from kvkin.configs.loader import load_cluster
 from kvkin.decode_nodes.attached_models import AttachedModels
 from kvkin.engines.vllm.serving import ServingOptions, Wishes, serving_options, taps_of, wishes_of
-from kvkin.engines.vllm.serving_checks import check_serving
+from kvkin.engines.vllm.serving_checks import check_before_loading, check_serving
 from kvkin.kv.errors import ConfigError
 from kvkin.router.configured import settings_from
 from kvkin.tools.cluster_processes import ClusterProcesses, local_nodes
@@ -185,6 +185,13 @@ def resolved(**changes: Any) -> SimpleNamespace:
         "scheduler_config": {"async_scheduling": False, "max_num_batched_tokens": 64},
         "load_config": {"load_format": "auto"},
         "cache_config": {"cache_dtype": "auto"},
+        "device_config": {"device_type": "cuda"},
+        "lora_config": {
+            "max_loras": 1,
+            "lora_dtype": "torch.float32",
+            "target_modules": None,
+            "enable_mixed_moe_lora_format": False,
+        },
     }
     for key, value in changes.items():
         part, _, name = key.partition("__")
@@ -210,6 +217,13 @@ def options(file: Path) -> ServingOptions:
         ({"model__quantization": "fp8"}, "--quantization: weights quantised by fp8"),
         ({"load__load_format": "dummy"}, "--load-format"),
         ({"cache__cache_dtype": "fp8"}, r"--kv-cache-dtype: cannot be fp8: .*allowed: auto"),
+        ({"lora__target_modules": ["q_proj"]}, "--lora-target-modules: an adapter of which vLLM leaves out modules"),
+        ({"lora__lora_dtype": "torch.bfloat16"}, r"--lora-dtype: cannot be bfloat16: the model is float32 .*auto"),
+        ({"lora__enable_mixed_moe_lora_format": True}, "--enable-mixed-moe-lora-format"),
+        (
+            {"device__device_type": "cpu"},
+            r"--max-loras: 1 is too few: on CPUs .*at least 2, one more than the adapters of nodes\.vllm-0\.models",
+        ),
     ],
 )
 def test_a_server_that_could_not_share_kv_is_refused(
@@ -225,6 +239,42 @@ def test_speculative_decoding_is_refused(options: ServingOptions) -> None:
     config.speculative_config = object()
     with pytest.raises(ConfigError, match="--speculative-config"):
         check_serving(config, options)
+
+
+def test_adapters_need_lora(options: ServingOptions, tmp_path: Path, checkpoints: dict[str, Path]) -> None:
+    config = resolved()
+    config.lora_config = None
+    with pytest.raises(ConfigError, match=r"--enable-lora: is missing, and adapted of nodes\.vllm-0\.models are LoRA"):
+        check_serving(config, options)
+    plain = serving_options({"config": str(write(tmp_path, checkpoints, models=["base"])), "node": "vllm-0"})
+    check_serving(config, plain)
+    # adapters that are no members are the server's own affair
+    check_serving(resolved(device__device_type="cpu"), plain)
+
+
+def test_a_process_that_builds_the_model_refuses_it_before_the_weights(
+    file: Path, checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def config(model: Path, extra: dict[str, Any]) -> SimpleNamespace:
+        found = resolved(model__model=str(model))
+        found.kv_transfer_config = SimpleNamespace(kv_connector_extra_config=extra)
+        return found
+
+    extra = {"config": str(file), "node": "vllm-0"}
+    check_before_loading(config(checkpoints["base"], extra), 0)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(ConfigError):
+        check_before_loading(config(checkpoints["tune"], extra), 0)
+    (line,) = capsys.readouterr().err.splitlines()
+    wrong, right = checkpoints["tune"], checkpoints["base"]
+    assert line.startswith(f"kvkin: nodes.vllm-0.models[0]: base has other weights than {wrong}, which vllm serve runs")
+    assert f"--model {right}" in line
+    # once, by the first rank
+    check_before_loading(config(checkpoints["tune"], extra), 1)
+    # a node's own engine was told its models by the node
+    check_before_loading(config(checkpoints["tune"], {"taps": [1]}), 0)
+    with pytest.raises(ConfigError, match=r"no node 'nobody'"):
+        check_before_loading(config(checkpoints["base"], extra | {"node": "nobody"}), 0)
 
 
 # --- what it really runs ------------------------------------------------------------------------------------------------------
@@ -252,3 +302,13 @@ def test_other_weights_and_another_type_are_refused(options: ServingOptions, che
         AttachedModels(options, str(checkpoints["tune"]), "float32")
     with pytest.raises(ConfigError, match=r"families\.tiny\.compute_dtype: vllm serve computes in bfloat16"):
         AttachedModels(options, str(checkpoints["base"]), "bfloat16")
+
+
+def test_a_server_of_adapters_only_is_compared_as_well(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
+    """Its requests without an adapter are nobody's, but its adapters are the family's on the family's base only."""
+    options = serving_options({"config": str(write(tmp_path, checkpoints, models=["adapted"])), "node": "vllm-0"})
+    models = AttachedModels(options, str(checkpoints["base"]), "float32")
+    assert models.model_of(None) is None
+    assert models.model_of(("adapted", str(checkpoints["lora"]))) == "adapted"
+    with pytest.raises(ConfigError, match=r"nodes\.vllm-0\.models\[0\]: adapted has other weights than .*tune"):
+        AttachedModels(options, str(checkpoints["tune"]), "float32")

@@ -2,178 +2,25 @@
 
 from __future__ import annotations
 
-import random
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import oracle
 import pytest
-from engine_harness import (
-    NUM_LAYERS,
-    arrivals,
-    computed,
-    contexts,
-    e_bytes,
-    exact,
-    kv_bytes,
-    partial,
-    plan_of,
-    prompt,
-)
+from engine_harness import NUM_LAYERS, computed, contexts, e_bytes, exact, kv_bytes, partial, plan_of, prompt
 from oracle import State
-from vllm_bench import OPTIONS, Family, plain_family
+from serving_bench import BLOCK, CONTEXT, LAYOUT, TAP, TOTAL, Bench, Built, built_server, fresh_bench
+from vllm_bench import Family, plain_family
 
-from kvkin.engines.vllm import compat, connector
-from kvkin.engines.vllm.connector import KvkinConnector
+from kvkin.engines.vllm import compat
 from kvkin.engines.vllm.loads import LoadState
-from kvkin.engines.vllm.plugin import CONNECTOR, CONNECTOR_MODULE, register_here
-from kvkin.engines.vllm.serving import (
-    LinkEvent,
-    PartsArrived,
-    PlanReady,
-    Published,
-    Question,
-    ServingOptions,
-    SourcesFailed,
-    StoreWanted,
-    Wishes,
-)
-from kvkin.engines.vllm.serving_side import HOLD_S, ServingSide
-from kvkin.kv.execution import PlanExecution
-from kvkin.kv.layout import KVLayout, Plane
-from kvkin.kv.plan import ReusePlan, private_plan, provenances
-from kvkin.transport.arena import Arena, ArenaDescription, place_of
+from kvkin.engines.vllm.serving import Published, Question, SourcesFailed, StoreWanted
+from kvkin.engines.vllm.serving_side import HOLD_S
+from kvkin.kv.plan import ReusePlan, private_plan
+from kvkin.transport.arena import Arena
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-
-BLOCK, CHUNK, TAP = 16, 32, 1
-CONTEXT, TOTAL = 96, 103
-LINEAGE = b"receiver"
-LAYOUT = KVLayout(NUM_LAYERS, (Plane("keys", 2, 32), Plane("values", 2, 32)), 128, "float32", BLOCK)
-STEPS = 3000
-
-
-class ScriptedLink:
-    """What the link says is what the test lets it say; it remembers what it is told."""
-
-    layout, chunk_tokens, transition_layers = LAYOUT, CHUNK, (TAP,)
-
-    def __init__(self) -> None:
-        self.memory = Arena(LAYOUT, 256, 256, shared=True)
-        assert self.memory.description is not None
-        self.arena: ArenaDescription = self.memory.description
-        self.alive = True
-        self.events: deque[LinkEvent] = deque()
-        self.answer: Callable[[Question], None] = lambda question: None
-        self.forget()
-
-    def forget(self) -> None:
-        """Before the next test."""
-        self.asked: list[Question] = []
-        self.over: list[tuple[str, int, str]] = []
-        self.given_up: list[str] = []
-        self.done: list[tuple[str, ReusePlan, tuple[int, ...], bool]] = []
-        self.covered: Any = None
-        self.stores: dict[int, str] = {}
-        self.publish: Callable[[str], None] = lambda key: self.events.append(Published(key))
-        self._next = 0
-
-    def take(self) -> LinkEvent | None:
-        return self.events.popleft() if self.events else None
-
-    def model_of(self, lora: tuple[str, str] | None) -> str | None:
-        return "receiver"
-
-    def ask(self, question: Question) -> None:
-        self.asked.append(question)
-        self.answer(question)
-
-    def unneeded(self, key: str) -> None:
-        self.given_up.append(key)
-
-    def computed(self, key: str, plan: ReusePlan, token_ids: tuple[int, ...], covered: Any, *, last: bool) -> None:
-        self.done.append((key, plan, token_ids, last))
-        self.covered = covered
-        if last:
-            self.publish(key)
-
-    def stored(self, ticket: int, why: str) -> None:
-        self.stores[ticket] = why
-
-    def ended(self, key: str, tokens_reused: int, fallback: str) -> None:
-        self.over.append((key, tokens_reused, fallback))
-
-    def close(self) -> None:
-        self.alive = False
-
-    # --- what tests have it say ------------------------------------------------------------------------------------------
-
-    def plan(self, key: str, plan: ReusePlan) -> None:
-        self.events.append(PlanReady(key, plan, provenances(plan, LINEAGE)[-1], True))
-
-    def bring(self, key: str, plan: ReusePlan, held: Mapping[str, State], *, most: int = 1 << 30) -> None:
-        """The first ``most`` arrivals of a plan, out of slots of the arena."""
-        execution = PlanExecution(plan, NUM_LAYERS, CHUNK)
-        for arrival in arrivals(plan, execution, held, LAYOUT, random.Random(0))[:most]:
-            parts = []
-            for start, data in arrival.parts:
-                # the blocks are moved as they are: bytes are bytes
-                view = self.memory.buffer[self._next : self._next + data.nbytes]
-                view[:] = data
-                self._next += data.nbytes
-                place = place_of(view)
-                assert place is not None
-                parts.append((start, place))
-            self.events.append(PartsArrived(key, arrival.chunk, arrival.layer, tuple(parts)))
-
-
-class Bench:
-    """One vLLM, its serving side, and requests asked of it."""
-
-    def __init__(self, llm: Any, side: ServingSide, link: ScriptedLink) -> None:
-        self.llm, self.side, self.link = llm, side, link
-        self._number = 0
-
-    def add(self, tokens: tuple[int, ...], max_tokens: int = 5, wishes: Any = None, **how: Any) -> str:
-        from vllm import SamplingParams
-
-        self._number += 1
-        extra = None if wishes is None else {"kv_transfer_params": {"kvkin": wishes}}
-        parameters = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra
-        )
-        internal: str = self.llm.add_request(f"r{self._number}", {"prompt_token_ids": list(tokens), **how}, parameters)
-        return internal
-
-    def step(self) -> list[Any]:
-        connector_here = compat.current_connector()
-        with compat.active(connector_here):
-            outputs: list[Any] = self.llm.step()
-        return outputs
-
-    def run(self, until: Callable[[list[Any]], bool] | None = None) -> dict[str, Any]:
-        """Step until nothing is left to do, or ``until`` holds; the finished outputs by request."""
-        finished: dict[str, Any] = {}
-        for _ in range(STEPS):
-            outputs = self.step()
-            finished |= {output.request_id: output for output in outputs if output.finished}
-            if until is not None and until(outputs):
-                return finished
-            if until is None and not compat.scheduler_of(self.llm).has_requests():
-                return finished
-        raise AssertionError("it never ends")
-
-    def tokens(self, tokens: tuple[int, ...], **how: Any) -> list[int]:
-        """The answer to a request that runs alone."""
-        self.add(tokens, **how)
-        (output,) = self.run().values()
-        return list(output.outputs[0].token_ids)
-
-    def free(self) -> int:
-        return self.side.free_blocks()
 
 
 @pytest.fixture(scope="module")
@@ -182,72 +29,15 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 
 @pytest.fixture(scope="module")
-def built(family: Family) -> Iterator[tuple[Any, ServingSide, ScriptedLink]]:
-    from vllm.config import KVTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.executor import Executor
-
-    compat.prepare_environment()
-    register_here()
-    link = ScriptedLink()
-    patch = pytest.MonkeyPatch()
-    options = _options(family)
-    patch.setattr(connector, "serving_options", lambda extra: options)
-    patch.setattr(connector, "open_link", lambda *_: link)
-    # the model is tapped as the cluster file's transition layers say
-    patch.setattr("kvkin.engines.vllm.models.taps_of", lambda extra: (TAP,))
-    config = EngineArgs(
-        **OPTIONS | {"enable_prefix_caching": True, "block_size": 32},
-        model=str(family.checkpoint),
-        skip_tokenizer_init=True,
-        disable_log_stats=True,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector=CONNECTOR,
-            kv_connector_module_path=CONNECTOR_MODULE,
-            kv_role="kv_both",
-            kv_connector_extra_config={"config": "cluster.yaml", "node": "vllm-0"},
-        ),
-    ).create_engine_config()
-    with compat.building():
-        llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
-        agent = compat.current_connector()
-    here: KvkinConnector = compat.scheduler_of(llm).get_kv_connector()
-    side = here.scheduler_side
-    assert isinstance(side, ServingSide)
-    patch.setattr(compat, "current_connector", lambda: agent)
-    yield llm, side, link
-    compat.shut_down(llm, agent)
-    link.memory.close()
-    patch.undo()
-
-
-def _options(family: Family) -> ServingOptions:
-    from kvkin.configs.schema import AttachedNode, ClusterConfig, FamilyConfig, ModelConfig, RouterNode
-
-    node = AttachedNode(port=0, models=("receiver",))
-    members = FamilyConfig(
-        base="receiver", models={"receiver": ModelConfig(checkpoint=str(family.checkpoint))}, chunk_tokens=CHUNK
-    )
-    config = ClusterConfig(families={"tiny": members}, nodes={"router-0": RouterNode(), "vllm-0": node})
-    return ServingOptions(Path("cluster.yaml"), config, "vllm-0", node, "tiny", members, Wishes())
+def built(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+    with built_server(family, tmp_path_factory.mktemp("cluster")) as built:
+        yield built
 
 
 @pytest.fixture
-def bench(built: tuple[Any, ServingSide, ScriptedLink]) -> Iterator[Bench]:
-    llm, side, link = built
-    link.forget()
-    link.alive, side._clock, side._consumes, side._produces = True, lambda: 0.0, True, True
-    bench = Bench(llm, side, link)
-    compat.scheduler_of(llm).reset_prefix_cache()
-    free = bench.free()
-    yield bench
-    bench.run()
-    assert not side._asked
-    assert not side.entries
-    assert not side._held
-    assert bench.free() == free, "blocks are lost"
-    assert len(link.over) == len(link.asked), "each request ends once"
+def bench(built: Built) -> Iterator[Bench]:
+    with fresh_bench(built) as bench:
+        yield bench
 
 
 def private(family: Family, tokens: tuple[int, ...], count: int = 5) -> list[int]:
