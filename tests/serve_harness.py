@@ -70,10 +70,11 @@ def write_cluster(
     adapters: Mapping[str, Path] | None = None,
     attached: Mapping[str, Sequence[str]] | None = None,
     decode: Sequence[str] = (BASE,),
+    answer_s: float = 4.0,
 ) -> Path:
     """A prefill node of the base and decode nodes on the reference engine, and attached servers: of each model one, or as ``attached`` says.
 
-    ``adapters`` are members that are adapters of the base.
+    ``adapters`` are members that are adapters of the base; whoever is asked has ``answer_s`` to answer.
     """
     adapters = adapters or {}
     attached = {f"vllm-{name}": [name] for name in checkpoints} if attached is None else attached
@@ -106,12 +107,12 @@ def write_cluster(
         "drift": {"share": 0},
         "timeouts": {
             "heartbeat_s": 0.1,
-            "node_dead_s": 5,
+            "node_dead_s": max(5.0, answer_s),
             "lease_s": 3,
             "lease_grace_s": 1,
-            "pull_s": 4,
-            "open_stream_s": 4,
-            "plan_s": 4,
+            "pull_s": answer_s,
+            "open_stream_s": answer_s,
+            "plan_s": answer_s,
             "drain_s": 10,
             "start_s": 170,
         },

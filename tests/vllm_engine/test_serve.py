@@ -8,13 +8,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import oracle
 import pytest
 from cluster_harness import greedy
+from serve_checks import CONTEXT, holdings, in_part, publishing, two_prompts
 from serve_harness import (
     BASE,
     BLOCK,
-    GROUP,
     LAYERS,
     TUNE,
     Answer,
@@ -29,15 +28,9 @@ from serve_harness import (
     write_family,
 )
 
-from kvkin.kv.plan import Holder, LayerGroup, LayerSource, PlanKind, ReusePlan, Segment
-from kvkin.kv.provenance import exact_provenance
-
 openai = pytest.importorskip("openai", reason="it comes with vLLM")
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-
-CONTEXT = 384
-assert CONTEXT % BLOCK == 0
 
 
 @pytest.fixture(scope="module")
@@ -75,24 +68,6 @@ def servers(cluster: FamilyCluster, file: Path, checkpoints: dict[str, Path]) ->
             stack.enter_context(serving(server))
         cluster.until(lambda status: all(cluster.attached(f"vllm-{name}", status) for name in started), "servers")
         yield started
-
-
-@contextlib.contextmanager
-def publishing(cluster: FamilyCluster, node: str) -> Iterator[int]:
-    """What is done here has a node hold the context of one more prompt, which is waited for; how many blocks it held before."""
-    before = holdings(cluster, node)
-    yield before
-    cluster.until(lambda status: cluster.node(node, status).holdings >= before + CONTEXT // BLOCK, node)
-
-
-def two_prompts(seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """With one context."""
-    context = tokens(seed, CONTEXT)
-    return context + tokens(seed + 1, 6), context + tokens(seed + 2, 9)
-
-
-def holdings(cluster: FamilyCluster, node: str) -> int:
-    return cluster.node(node).holdings
 
 
 def test_what_a_node_computed_is_pulled_by_the_server(
@@ -136,15 +111,6 @@ def test_what_the_server_computed_is_pulled_by_a_node(
     assert (answer.report.tokens_reused, answer.report.fallback) == (CONTEXT, "")
 
 
-def partial_plan(cluster: FamilyCluster, num_tokens: int) -> ReusePlan:
-    """What the router is to plan for a fine-tune that finds the base's context, with its group."""
-    held = Holder("base", exact_provenance(b"base"))
-    start, stop = GROUP
-    sources = (LayerSource(LayerGroup(0, start), held), LayerSource(LayerGroup(stop, LAYERS), held))
-    context = Segment(0, CONTEXT, sources, 0, start, held, LayerGroup(start, stop), PlanKind.PARTIAL)
-    return ReusePlan((context, Segment(CONTEXT, num_tokens)))
-
-
 def test_a_partial_plan_runs_on_the_fine_tunes_server_and_never_passes_for_its_own_kv(
     cluster: FamilyCluster, servers: dict[str, Server], plain: Plain
 ) -> None:
@@ -152,11 +118,7 @@ def test_a_partial_plan_runs_on_the_fine_tunes_server_and_never_passes_for_its_o
     with publishing(cluster, "vllm-base"):
         servers[BASE].complete(first)
 
-    held = {"base": oracle.private(plain.models[BASE], first).head(CONTEXT)}
-    state = oracle.execute(plain.models[TUNE], second, partial_plan(cluster, len(second)), held)
-    _, expected, _ = oracle.generate(plain.models[TUNE], state, 6)
-    private = plain.answer(TUNE, second)
-    assert expected != private, "the test would not notice"
+    expected, private = in_part(plain, TUNE, first, second), plain.answer(TUNE, second)
 
     with publishing(cluster, "vllm-tune"):
         reused = servers[TUNE].complete(second, wishes={"reuse": "any"})
@@ -262,24 +224,33 @@ def test_without_a_router_it_is_a_plain_server_and_it_comes_back(
 
 
 @pytest.mark.parametrize(
-    ("node", "model", "words"),
+    ("node", "arguments", "words"),
     [
         (
             "vllm-none",
-            BASE,
-            "kv_connector_extra_config.node: .* no node 'vllm-none' of role attached (allowed: vllm-base, vllm-tune)",
+            (),
+            "kv_connector_extra_config.node: {file} has no node 'vllm-none' of role attached (allowed: vllm-base, vllm-tune)",
         ),
-        ("vllm-tune", BASE, "nodes.vllm-tune.models[0]: tune has other weights than"),
+        (
+            "vllm-tune",
+            (),
+            "nodes.vllm-tune.models[0]: tune has other weights than {base}, which vllm serve runs (allowed: --model {tune}, or the names",
+        ),
+        ("vllm-base", ("--dtype", "bfloat16"), "families.tiny.compute_dtype: vllm serve computes in bfloat16"),
+        ("vllm-base", ("--pipeline-parallel-size", "2"), "--pipeline-parallel-size: cannot be 2"),
     ],
 )
 def test_a_wrong_configuration_ends_the_server_with_one_line(
-    file: Path, checkpoints: dict[str, Path], tmp_path: Path, node: str, model: str, words: str
+    file: Path, checkpoints: dict[str, Path], tmp_path: Path, node: str, arguments: tuple[str, ...], words: str
 ) -> None:
-    server = Server(checkpoints[model], transfer_config(file, node), tmp_path / "log")
+    """Before it reads weights."""
+    server = Server(checkpoints[BASE], transfer_config(file, node), tmp_path / "log", arguments)
     try:
         assert server.ended() != 0
     finally:
         server.stop()
+    expected = f"kvkin: {words.format(file=file, **checkpoints)}"
     lines = [line for line in server.text().splitlines() if "kvkin: " in line]
-    head, _, tail = words.partition(".* ")
-    assert any(head in line and tail in line for line in lines), server.text()[-3000:]
+    assert [line for line in lines if expected in line], server.text()[-3000:]
+    assert len([line for line in lines if line.startswith("kvkin: ")]) <= 1
+    assert "Loading weights took" not in server.text()
