@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -25,6 +24,7 @@ from kvkin.decode_nodes.core import (
     ExecuteReceived,
     Fail,
     FallBack,
+    Instruction,
     PromptReady,
     PublishPrompt,
     SourceFailed,
@@ -34,15 +34,14 @@ from kvkin.decode_nodes.core import (
 from kvkin.decode_nodes.drift_checks import DriftChecks
 from kvkin.decode_nodes.publication import Publisher, SpaceRows
 from kvkin.decode_nodes.report import fallback_plan, reuse_report, timings
+from kvkin.decode_nodes.running import LoopSink, Running
 from kvkin.decode_nodes.sources import PlanSources, faster
-from kvkin.engines.api import Counters, Engine, EngineRequest, Result
+from kvkin.engines.api import Counters, Engine, Result
 from kvkin.engines.spaces import Space
 from kvkin.kv.cost import measured_work
 from kvkin.kv.errors import KvkinError
-from kvkin.kv.execution import Unit
-from kvkin.kv.generation import TokenLogprob
 from kvkin.kv.hashing import block_hashes
-from kvkin.kv.plan import ReusePlan, private_plan
+from kvkin.kv.plan import private_plan
 from kvkin.transport.data_plane import Transport
 from kvkin.transport.messages import NodeLoad
 from kvkin.transport.node_messages import Abort, Done, Drain, DriftSample, Execute, Failed, Generated, RouterToNode
@@ -50,23 +49,6 @@ from kvkin.transport.node_runtime import NodeRuntime, NodeSettings
 from kvkin.transport.router_link import RouterLink
 
 log = structlog.get_logger()
-
-
-@dataclass
-class Running:
-    """A request on this node. ``plan`` is the one that is executed (the fallback, once a source failed)."""
-
-    execute: Execute
-    link: RouterLink
-    plan: ReusePlan
-    received: float
-    started: float = 0.0
-    sources: list[PlanSources] = field(default_factory=list)
-    publisher: Publisher | None = None
-    publishing: asyncio.Future[None] | None = None
-    fallback: str = ""
-    result: tuple[Result, Space, Counters] | None = None
-    space: Space | None = None
 
 
 class DecodeNode:
@@ -141,21 +123,31 @@ class DecodeNode:
     def _do(self, event: Event) -> None:
         for instruction in self.core.handle(event):
             running = self._requests[instruction.request_id]
-            match instruction:
-                case Start():
-                    self._start(running)
-                case FallBack(_, reason):
-                    self._fall_back(running, reason)
-                case PublishPrompt():
-                    self._prompt_ready(running)
-                case Complete(request_id):
-                    del self._requests[request_id]
-                    self._spawn(self._complete(running))
-                case Fail(request_id, code, message, retryable):
-                    del self._requests[request_id]
-                    self._engine.cancel(request_id, message)
-                    self._spawn(self._release(running))
-                    running.link.send(Failed(request_id, code, message, retryable))
+            try:
+                self._carry_out(instruction, running)
+            except (
+                Exception
+            ) as error:  # a fault of ours: it ends the request that it is about, and is not waited for until a deadline
+                log.exception("a request met a fault of the node", request=instruction.request_id)
+                if instruction.request_id in self._requests:
+                    self._loop.call_soon(self._do, EngineFailed(instruction.request_id, "internal", repr(error), False))
+
+    def _carry_out(self, instruction: Instruction, running: Running) -> None:
+        match instruction:
+            case Start():
+                self._start(running)
+            case FallBack(_, reason):
+                self._fall_back(running, reason)
+            case PublishPrompt():
+                self._prompt_ready(running)
+            case Complete(request_id):
+                del self._requests[request_id]
+                self._spawn(self._complete(running))
+            case Fail(request_id, code, message, retryable):
+                del self._requests[request_id]
+                running.link.send(Failed(request_id, code, message, retryable))
+                self._engine.cancel(request_id, message)
+                self._spawn(self._release(running))
 
     def _tell_routers(self, sample: DriftSample) -> None:
         """Each router watches for itself."""
@@ -171,21 +163,9 @@ class DecodeNode:
     def _start(self, running: Running) -> None:
         execute = running.execute
         running.started = time.monotonic()
-        request = EngineRequest(
-            execute.request_id,
-            execute.model,
-            execute.token_ids,
-            execute.plan,
-            execute.sampling,
-            self.settings.transition_layers if execute.publish else (),
-            first_distribution=execute.check is not None,
-            engine_cache=execute.engine_cache,
-            root=execute.root,
-        )
-        sink = _Sink(self, execute.request_id)
         try:
             running.plan.validate(self.settings.layout.num_layers)
-            self._engine.submit(request, sink)
+            self._engine.submit(running.engine_request(self.settings.transition_layers), LoopSink(self))
         except (KvkinError, ValueError) as error:
             code, retryable = _told(error, "invalid_request")
             self._loop.call_soon(self._do, EngineFailed(execute.request_id, code, str(error), retryable))
@@ -233,15 +213,23 @@ class DecodeNode:
             running.publishing = asyncio.ensure_future(self._publish(running, running.execute.token_ids, running.space))
             self.runtime.keep(running.publishing)
         else:
-            self._stop_sources(running)
+            running.stop_sources()
 
     async def _publish(self, running: Running, tokens: tuple[int, ...], space: Space) -> None:
         assert running.publisher is not None
         rows = SpaceRows(self._engine, self.runtime.memory.arena, space)
         await running.publisher.publish(tokens, running.plan, running.sources[-1].scratch, rows)
-        self._stop_sources(running)
+        running.stop_sources()
 
     async def _complete(self, running: Running) -> None:
+        try:
+            await self._answer(running)
+        except Exception as error:  # as in ``_do``
+            request_id = running.execute.request_id
+            log.exception("a request met a fault of the node", request=request_id)
+            running.link.send(Failed(request_id, "internal", repr(error), False))
+
+    async def _answer(self, running: Running) -> None:
         """Publish the answer, then say that it is complete: the next turn must find it."""
         assert running.result is not None
         result, space, counters = running.result
@@ -274,16 +262,12 @@ class DecodeNode:
     def _lineage_id(self, execute: Execute) -> bytes:
         return self.settings.lineage(execute.model).id
 
-    def _stop_sources(self, running: Running) -> None:
-        for sources in running.sources:
-            sources.stop()
-
     async def _release(self, running: Running) -> None:
         if running.publishing is not None:
             await asyncio.gather(running.publishing, return_exceptions=True)
         if running.space is not None:
             running.space.release()
-        self._stop_sources(running)
+        running.stop_sources()
 
     def _measure(self, running: Running, counters: Counters) -> None:
         """Moving averages for the router's cost model."""
@@ -332,29 +316,3 @@ def _told(error: Exception, default: str) -> tuple[str, bool]:
 
 def _average(old: float, new: float) -> float:
     return new if not old else 0.7 * old + 0.3 * new
-
-
-class _Sink:
-    """Hands engine events of one request to the node's loop."""
-
-    def __init__(self, node: DecodeNode, request_id: str) -> None:
-        self._node, self._request_id, self._loop = node, request_id, asyncio.get_running_loop()
-        self._seen = False
-
-    def unit_done(self, request_id: str, unit: Unit, space: Space) -> None:
-        if not self._seen:
-            self._seen = True
-            self._loop.call_soon_threadsafe(self._node.first_space, request_id, space)
-
-    def prefilled(self, request_id: str) -> None:
-        self._loop.call_soon_threadsafe(self._node.prefilled, request_id)
-
-    def tokens(self, request_id: str, index: int, token_id: int, text: str, logprob: TokenLogprob | None) -> None:
-        logprobs = () if logprob is None else (logprob,)
-        self._loop.call_soon_threadsafe(self._node.generated, Generated(request_id, index, (token_id,), text, logprobs))
-
-    def finished(self, result: Result, space: Space, counters: Counters) -> None:
-        self._loop.call_soon_threadsafe(self._node.ended, result, space, counters)
-
-    def failed(self, request_id: str, error: Exception) -> None:
-        self._loop.call_soon_threadsafe(self._node.broke, request_id, error)

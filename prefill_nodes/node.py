@@ -140,10 +140,19 @@ class PrefillNode:
     def _start(self, order: PrefillOrder) -> None:
         try:
             self._prepare(order)
-        except (KvkinError, ValueError) as error:
-            code = error.code if isinstance(error, KvkinError) else "invalid_request"
-            retryable = isinstance(error, CapacityError)
-            self._send(self.runtime.server.order_failed([], order.order_id, str(error)))
+        except Exception as error:  # whatever it is, the next order must find the node free
+            code, retryable = "invalid_request", isinstance(error, CapacityError)
+            if isinstance(error, KvkinError):
+                code = error.code
+            elif not isinstance(error, ValueError):
+                code = "internal"
+                log.exception("an order met a fault of the node", order=order.order_id)
+            running, self._running = self._running, None
+            blocks = [] if running is None else running.blocks
+            self._send(self.runtime.server.order_failed(blocks, order.order_id, str(error)))
+            if running is not None:
+                self._engine.cancel(order.order_id, "it could not be begun")
+                self._release(running)
             ended = ComputeEnded(order.order_id, code=code, error=str(error), retryable=retryable)
             # not from inside the core's own instruction loop
             self._loop.call_soon(self._do, ended)

@@ -26,9 +26,9 @@ from node_harness import (
 from transformers import AutoModelForCausalLM
 
 from kvkin.decode_nodes import drift_checks
-from kvkin.decode_nodes import node as decode_module
 from kvkin.decode_nodes.drift import MAX_TRIES
 from kvkin.decode_nodes.drift_records import Records
+from kvkin.decode_nodes.running import LoopSink
 from kvkin.engines.api import EngineRequest
 from kvkin.kv.plan import LayerGroup, LayerSource, PlanKind, ReusePlan, Segment, private_plan
 from kvkin.transport.node_messages import Done, Drain, DriftCheck, DriftSample, DriftSource, Generated
@@ -123,7 +123,7 @@ class Gate:
         self.hold_at, self.runs = 0, 1
         self.entered = threading.Event()
         self._open = threading.Event()
-        original = decode_module._Sink.unit_done
+        original = LoopSink.unit_done
 
         def real(sink: Any, request_id: str, unit: Any, space: Any) -> None:
             self.units.append((request_id, unit.chunk, unit.layer))
@@ -137,7 +137,7 @@ class Gate:
                 self.entered.set()
                 assert opened.wait(60)
 
-        monkeypatch.setattr(decode_module._Sink, "unit_done", real)
+        monkeypatch.setattr(LoopSink, "unit_done", real)
         monkeypatch.setattr(drift_checks._RunSink, "unit_done", check)
 
     def release(self) -> None:

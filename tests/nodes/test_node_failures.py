@@ -28,9 +28,11 @@ from node_harness import (
 )
 
 from kvkin.decode_nodes import node as decode_module
+from kvkin.decode_nodes.running import LoopSink
 from kvkin.kv.execution import Unit
-from kvkin.kv.plan import PlanKind
-from kvkin.transport.node_messages import Abort, Done, Failed, Generated, PrefillOrder
+from kvkin.kv.plan import PlanKind, private_plan
+from kvkin.prefill_nodes import node as prefill_module
+from kvkin.transport.node_messages import Abort, Done, Failed, Generated, OrderDone, PrefillOrder
 
 TOKENS = tuple(int(t) for t in torch.randint(3, 320, (101,), generator=torch.Generator().manual_seed(6)))
 CONTEXT = 96
@@ -41,13 +43,13 @@ TESTS = Path(__file__).parent.parent
 def units(monkeypatch: pytest.MonkeyPatch) -> list[Unit]:
     """Every unit that a decode node's engine has computed, in order."""
     seen: list[Unit] = []
-    original = decode_module._Sink.unit_done
+    original = LoopSink.unit_done
 
     def record(self: Any, request_id: str, unit: Unit, space: Any) -> None:
         seen.append(unit)
         original(self, request_id, unit, space)
 
-    monkeypatch.setattr(decode_module._Sink, "unit_done", record)
+    monkeypatch.setattr(LoopSink, "unit_done", record)
     return seen
 
 
@@ -228,3 +230,49 @@ async def test_order_aborted_and_impossible_orders(members: dict[str, Member], r
         await router.send("prefill-0", Abort("gone", "test"))
         await router.until(lambda: router.load("prefill-0").running == 0)
     assert_clean(prefill, node)
+
+
+# --- faults of the node itself -------------------------------------------------------------------------------------------
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("a fault of our own")
+
+
+@pytest.mark.parametrize("where", ["PlanSources", "fallback_plan", "reuse_report"])
+async def test_a_fault_of_a_decode_node_ends_the_request_at_once_and_no_other(
+    members: dict[str, Member], router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """When it starts, falls back, or is about to answer: its client hears of it, and the next request is served."""
+    base = members["base"]
+    async with running("decode", "node", [base], router) as node:
+        with monkeypatch.context() as patch:
+            patch.setattr(decode_module, where, broken)
+            plan = exact_plan(pulled(base, "nobody"), CONTEXT, len(TOKENS))
+            await router.start("node", "unlucky", "base", TOKENS, plan)
+            failed = await router.ended("unlucky")
+        assert isinstance(failed, Failed)
+        assert (failed.code, failed.retryable) == ("internal", False)
+        assert "a fault of our own" in failed.message
+        done = await router.execute("node", "next", "base", TOKENS, private_plan(len(TOKENS)))
+        assert list(done.token_ids) == greedy(base, TOKENS, 6)
+        await until_clean(router, node)
+
+
+@pytest.mark.parametrize("where", ["block_hashes", "arrival_from"])
+async def test_a_fault_of_a_prefill_node_ends_the_order_and_the_next_one_is_computed(
+    members: dict[str, Member], router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Before anything is reserved, and with half of its blocks there and the engine at work."""
+    base = members["base"]
+    async with running("prefill", "node", [base], router) as node:
+        await router.order("node", "first half", "base", TOKENS[: CONTEXT // 2 + 1])
+        with monkeypatch.context() as patch:
+            patch.setattr(prefill_module, where, broken)
+            failed = await router.order("node", "unlucky", "base", TOKENS)
+        assert isinstance(failed, Failed)
+        assert (failed.code, failed.message) == ("internal", "a fault of our own")
+        done = await router.order("node", "next", "base", TOKENS)
+        assert isinstance(done, OrderDone)
+        assert (done.num_tokens, done.computed_tokens) == (len(TOKENS), CONTEXT // 2)
+        await until_clean(router, node)
