@@ -13,12 +13,12 @@ from collections.abc import Mapping
 import structlog
 
 from kvkin.engines.api import EngineRequest
+from kvkin.engines.vllm.entries import Entry
 from kvkin.engines.vllm.launch import Runtime, VllmModel
 from kvkin.engines.vllm.loads import Load
 from kvkin.engines.vllm.orders import Serve
 from kvkin.engines.vllm.running import RunningRequest
 from kvkin.engines.vllm.sampling import sampling_params
-from kvkin.engines.vllm.scheduler_side import Entry
 from kvkin.engines.vllm.spaces import losing
 from kvkin.kv.errors import InvalidRequest
 from kvkin.kv.hashing import digest

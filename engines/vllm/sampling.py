@@ -8,8 +8,8 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from kvkin.engines.api import EngineRequest
+from kvkin.engines.vllm.entries import PARAMETER
 from kvkin.engines.vllm.first_logits import PARAMETER as FIRST
-from kvkin.engines.vllm.scheduler_side import PARAMETER
 from kvkin.kv.generation import TokenLogprob
 
 

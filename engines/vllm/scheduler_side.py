@@ -19,8 +19,6 @@ from kvkin.engines.vllm.loads import Load, LoadState, LoadTable
 from kvkin.engines.vllm.orders import EndLoad, Forget, Order, Progress, ReleaseBlocks, Serve, Store, SwapOut, is_slice
 from kvkin.engines.vllm.reports import LoadFailed, RankReports, Report, SliceTook, StatesKept, Stored, UnitRan
 
-__all__ = ["PARAMETER", "Entry", "SchedulerSide", "StepPlan"]
-
 MAX_SLICES_OUT = 2
 """Slices that were ordered and are not done: one that the device works on, one behind it. More would wait there instead of here."""
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import structlog
 
+from kvkin.engines.vllm.entries import PARAMETER, Entry
 from kvkin.engines.vllm.loads import Load, LoadState
 from kvkin.engines.vllm.orders import HoldAdapter
-from kvkin.engines.vllm.scheduler_side import PARAMETER, Entry
 from kvkin.engines.vllm.serving import Wishes, wishes_of
 from kvkin.engines.vllm.spaces import Coverage
 from kvkin.kv.errors import ConfigError

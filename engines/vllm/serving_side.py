@@ -19,9 +19,10 @@ import msgspec
 from vllm.v1.request import RequestStatus
 
 from kvkin.engines.vllm import compat
+from kvkin.engines.vllm.entries import Entry, StepPlan
 from kvkin.engines.vllm.loads import LoadState
 from kvkin.engines.vllm.orders import Serve, StoreE, StoreKV
-from kvkin.engines.vllm.scheduler_side import Entry, SchedulerSide, StepPlan
+from kvkin.engines.vllm.scheduler_side import SchedulerSide
 from kvkin.engines.vllm.serving import (
     Link,
     PartsArrived,

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.vllm
 if installed_vllm() is None:
     pytest.skip("vLLM is not installed here (make install ENGINE=vllm)", allow_module_level=True)
 
+from kvkin.engines.vllm.entries import Entry
 from kvkin.engines.vllm.loads import Load
 from kvkin.engines.vllm.running import RunningRequest
-from kvkin.engines.vllm.scheduler_side import Entry
 
 LAYERS, CHUNK, TOTAL = 5, 8, 101
 

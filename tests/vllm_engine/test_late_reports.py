@@ -36,11 +36,12 @@ from vllm_checks import ONE_OF_EACH, check_batch, check_batch_in_pieces, check_l
 
 from kvkin.engines.vllm import worker_side
 from kvkin.engines.vllm.cuda_lane import CudaLane
+from kvkin.engines.vllm.entries import PARAMETER, Entry
 from kvkin.engines.vllm.loads import Load
 from kvkin.engines.vllm.orders import Forget, ReleaseBlocks, Serve, StoreE, StoreKV, is_slice
 from kvkin.engines.vllm.rank_memory import RankMemory
 from kvkin.engines.vllm.reports import SliceTook
-from kvkin.engines.vllm.scheduler_side import MAX_SLICES_OUT, PARAMETER, Entry, SchedulerSide
+from kvkin.engines.vllm.scheduler_side import MAX_SLICES_OUT, SchedulerSide
 from kvkin.kv.errors import Cancelled
 from kvkin.kv.pulls import E_LAYER
 from kvkin.transport.arena import Arena
