@@ -237,7 +237,6 @@ def test_without_a_router_it_is_a_plain_server_and_it_comes_back(
             "nodes.vllm-tune.models[0]: tune has other weights than {base}, which vllm serve runs (allowed: --model {tune}, or the names",
         ),
         ("vllm-base", ("--dtype", "bfloat16"), "families.tiny.compute_dtype: vllm serve computes in bfloat16"),
-        ("vllm-base", ("--pipeline-parallel-size", "2"), "--pipeline-parallel-size: cannot be 2"),
     ],
 )
 def test_a_wrong_configuration_ends_the_server_with_one_line(
