@@ -137,7 +137,7 @@ def _check_arguments(config: ClusterConfig, name: str, vllm: InstalledVllm, argu
         if argument not in arguments.names:
             close = difflib.get_close_matches(argument, arguments.names, n=3, cutoff=0.5)
             hint = f"did you mean {' or '.join(close)}? " if close else ""
-            allowed = f"{hint}the fields of {vllm.version}'s EngineArgs, which `vllm serve --help=all` explains"
+            allowed = f"{hint}the fields of {vllm.version}'s EngineArgs, as vLLM's documentation lists them (Engine Arguments)"
             raise ConfigError(key, f"vLLM {vllm.version} has no engine argument of this name", allowed)
         kind = arguments.type_of(argument)
         if not kind.takes(value):

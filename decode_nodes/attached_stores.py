@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -77,8 +77,11 @@ class OrderedRows:
         whys = await asyncio.gather(*(ending for _, ending in stores))
         for item in items:
             item.whole = True
+        missing: Counter[str] = Counter()
         for (run, _), why in zip(stores, whys, strict=True):
             if why:
-                log.info("blocks are not published", request=key, blocks=len(run), why=why)
+                missing[why] += len(run)
             for item in run:
                 item.whole = item.whole and not why
+        for why, blocks in missing.items():
+            log.info("blocks are not published", request=key, blocks=blocks, why=why)

@@ -90,7 +90,9 @@ def _receiving(request: PolicyRequest, nodes: Mapping[str, NodeView]) -> list[No
     usable = [node for node in serving if node.usable]
     if not usable:
         states = ", ".join(f"{node.name} is {'draining' if node.alive else 'dead'}" for node in serving)
-        raise NodeUnavailable(f"no decode node can take {model} now ({states or 'none has registered'})")
+        attached = [node.name for node in nodes.values() if node.role == "attached" and model in node.models]
+        asked = f"; {' and '.join(attached)} serves it to clients of its own, over HTTP" if attached else ""
+        raise NodeUnavailable(f"no decode node can take {model} now ({states or 'none has registered'}{asked})")
     return usable
 
 

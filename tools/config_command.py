@@ -30,6 +30,7 @@ from kvkin.configs.vllm_rules import family_name, node_engine, vllm_nodes
 from kvkin.kv.errors import ConfigError
 from kvkin.kv.lineage import shared_depth, shared_transition
 from kvkin.tools.cluster_processes import local_nodes
+from kvkin.tools.out_folder import check_out_folder
 from kvkin.tools.pairs_view import groups_text
 
 EXIT_UNUSABLE = 2
@@ -50,6 +51,8 @@ class ConfigCheck:
             config = load_cluster(self.file)
             here = _vllm_nodes_here(config)
             check_installed(config, here)
+            if _nodes_here(config):
+                check_out_folder("state_dir", config.state_path)
             cluster = resolve_cluster(config, progress=_Progress())
             _check_packages(cluster)
             for name in here:
@@ -97,8 +100,12 @@ class ConfigShow:
 def _vllm_nodes_here(config: ClusterConfig) -> list[str]:
     """Nodes that would run on this host's vLLM."""
     nodes = vllm_nodes(config)
+    return [name for name in _nodes_here(config) if name in nodes] if nodes else []
+
+
+def _nodes_here(config: ClusterConfig) -> list[str]:
     try:
-        return [name for name in local_nodes(config) if name in nodes] if nodes else []
+        return local_nodes(config)
     except ConfigError:  # none of the cluster's hosts is this one
         return []
 

@@ -25,6 +25,7 @@ from kvkin.configs.vllm_install import check_installed
 from kvkin.kv.errors import KvkinError
 from kvkin.tools.cluster_processes import ClusterProcesses, NodeProcess, NodeState, local_nodes
 from kvkin.tools.cluster_view import up_view
+from kvkin.tools.out_folder import check_out_folder
 from kvkin.tools.prepare import prepare_missing
 from kvkin.tools.start_view import LINE_EVERY_S, narrate
 from kvkin.transport.client import AsyncClient
@@ -58,6 +59,7 @@ class Up:
         config = load_cluster(self.file)
         # what cannot work on this host is said before processes are started
         check_installed(config, self.nodes or local_nodes(config))
+        check_out_folder("state_dir", config.state_path)
         prepare_missing(config)
         return asyncio.run(self._serve(config))
 

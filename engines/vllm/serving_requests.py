@@ -9,18 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import structlog
-
 from kvkin.engines.vllm.entries import PARAMETER, Entry
 from kvkin.engines.vllm.loads import Load, LoadState
 from kvkin.engines.vllm.orders import HoldAdapter
 from kvkin.engines.vllm.serving import Wishes, wishes_of
 from kvkin.engines.vllm.spaces import Coverage
-from kvkin.kv.errors import ConfigError
 from kvkin.kv.execution import Unit
 from kvkin.kv.plan import ReusePlan
-
-log = structlog.get_logger()
 
 
 @dataclass
@@ -64,8 +59,7 @@ class Asked:
         """What a client is told of its request at the end (``kv_transfer_params`` of the answer)."""
         if self.plan is None:
             return None
-        said = {"plan": str(self.plan.kind), "tokens_reused": self.tokens_reused, "reason": self.plan.reason}
-        return {PARAMETER: said | ({"fallback": self.fallback} if self.fallback else {})}
+        return told(self.plan, self.tokens_reused, self.fallback)
 
     def load(self, plan: ReusePlan, num_layers: int, chunk_tokens: int) -> Load:
         """What is to be loaded under a plan."""
@@ -101,6 +95,12 @@ class Asked:
         self.fail(self, why)
 
 
+def told(plan: ReusePlan, tokens_reused: int = 0, fallback: str = "") -> dict[str, Any]:
+    """``kv_transfer_params`` of an answer: what was executed."""
+    said = {"plan": str(plan.kind), "tokens_reused": tokens_reused, "reason": plan.reason}
+    return {PARAMETER: said | ({"fallback": fallback} if fallback else {})}
+
+
 def adapter_of(request: Any) -> tuple[str, str] | None:
     """(name, path) of the LoRA adapter that it asks for; None: the base model."""
     lora = request.lora_request
@@ -120,16 +120,12 @@ def is_plain(request: Any) -> bool:
     )
 
 
-def wishes_in(request: Any, default: Wishes) -> Wishes | None:
-    """What the request allows; None if it cannot be read: such a request shares nothing."""
+def wishes_in(request: Any, default: Wishes) -> Wishes:
+    """What the request allows. Raises ConfigError if it cannot be read."""
     parameters = request.kv_transfer_params
     if not isinstance(parameters, dict) or PARAMETER not in parameters:
         return default
-    try:
-        return wishes_of(parameters[PARAMETER], default, f"kv_transfer_params.{PARAMETER}")
-    except ConfigError as error:
-        log.warning("a request's wishes cannot be read: it shares nothing", request=request.request_id, why=str(error))
-        return None
+    return wishes_of(parameters[PARAMETER], default, f"kv_transfer_params.{PARAMETER}")
 
 
 def computed_tokens(request: Any) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import structlog
 from vllm.v1.request import RequestStatus
 
 from kvkin.engines.vllm import compat
@@ -33,9 +34,12 @@ from kvkin.engines.vllm.serving import (
     StoreWanted,
     Wishes,
 )
-from kvkin.engines.vllm.serving_requests import Asked, adapter_of, computed_tokens, is_plain, wishes_in
+from kvkin.engines.vllm.serving_requests import Asked, adapter_of, computed_tokens, is_plain, told, wishes_in
+from kvkin.kv.errors import ConfigError
 from kvkin.kv.plan import ReusePlan, private_plan
 from kvkin.transport.messages import Reuse
+
+log = structlog.get_logger()
 
 ANSWER_GRACE_S = 1.0
 """The link answers by itself when its deadline is over; should it hang, a request waits so much longer."""
@@ -64,6 +68,7 @@ class ServingSide(SchedulerSide):
         self._wishes, self._plan_s, self._consumes, self._produces = wishes, plan_s, consumes, produces
         self._clock = clock
         self._asked: dict[str, Asked] = {}
+        self._apart: dict[str, str] = {}  # why a request shares nothing
         self._just_prefilled: list[Asked] = []
         self._held_since: dict[str, float] = {}
         self._holds = 0
@@ -77,16 +82,28 @@ class ServingSide(SchedulerSide):
     # --- from vLLM's scheduler -----------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
+        why, model = "", self.link.model_of(adapter_of(request))
+        try:
+            wishes = wishes_in(request, self._wishes)
+        except ConfigError as error:
+            log.warning(
+                "a request's wishes cannot be read: it shares nothing", request=request.request_id, why=str(error)
+            )
+            why = str(error)
         if not self.link.alive:
-            return
-        model = self.link.model_of(adapter_of(request))
-        wishes = wishes_in(request, self._wishes)
-        if model is None or wishes is None or not is_plain(request):
+            why = "the link to the family is down"
+        elif model is None:
+            why = "its adapter is none of the node's models"
+        elif not is_plain(request):
+            why = "it has a cache_salt of its own, or inputs or outputs beside tokens"
+        if why or model is None:
+            self._apart[request.request_id] = why
             return
         # of a prompt without a whole block and a token behind it nothing can be reused
         whole = len(request.prompt_token_ids) > self.link.layout.block_size
         asking = self._consumes and whole and wishes.reuse is not Reuse.OFF
         if not (asking or wishes.publish):
+            self._apart[request.request_id] = "nothing is asked for, and nothing published"
             return
         deadline = self._clock() + self._plan_s + ANSWER_GRACE_S
         asked = Asked(request, model, wishes, deadline, self._fall_back)
@@ -153,6 +170,7 @@ class ServingSide(SchedulerSide):
                 self.link.unneeded(asked.key)
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> bool:
+        self._apart.pop(request.request_id, None)
         asked = self._asked.pop(request.request_id, None)
         if asked is None:
             return False
@@ -170,7 +188,9 @@ class ServingSide(SchedulerSide):
 
     def answered(self, request: Any) -> dict[str, Any] | None:
         """What a client is told of its request at the end, before it is ``finished``."""
-        asked = self._asked.get(request.request_id)
+        asked, why = self._asked.get(request.request_id), self._apart.get(request.request_id)
+        if why is not None and request.prompt_token_ids:
+            return told(private_plan(len(request.prompt_token_ids), why))
         return None if asked is None else asked.said
 
     def close(self) -> None:

@@ -158,7 +158,7 @@ def test_good_arguments_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ("arguments", "node", "key", "problem", "allowed"),
     [
         ({"max_model_length": 5}, {}, "families.fam.vllm.max_model_length", "vLLM 0.32.0 has no", "did you mean max_model_len"),
-        ({"qqqq": 5}, {}, "families.fam.vllm.qqqq", "no engine argument", "vllm serve --help=all"),
+        ({"qqqq": 5}, {}, "families.fam.vllm.qqqq", "no engine argument", "Engine Arguments"),
         ({"enforce_eager": 1}, {}, "families.fam.vllm.enforce_eager", "cannot be 1", "true or false"),
         ({}, {"vllm": {"gpu_memory_utilization": "0.5"}}, "nodes.decode.vllm.gpu_memory_utilization", "'0.5'", "a number"),
         ({}, {"vllm": {"scheduling_policy": "lifo"}}, "nodes.decode.vllm.scheduling_policy", "'lifo'", "fcfs or priority"),

@@ -364,8 +364,11 @@ def test_no_decode_node_is_a_clear_error() -> None:
     cluster = view(node("d", "full", draining=True), node("e", "full", alive=False), node("p", "full", role="prefill"))
     with pytest.raises(NodeUnavailable, match=r"full now \(d is draining, e is dead\)"):
         choose(request("full"), [], cluster, SETTINGS)
-    with pytest.raises(NodeUnavailable, match="none has registered"):
+    with pytest.raises(NodeUnavailable, match=r"none has registered\)"):
         choose(request("full"), [], view(), SETTINGS)
+    attached = view(node("s", "full", role="attached"))
+    with pytest.raises(NodeUnavailable, match="none has registered; s serves it to clients of its own"):
+        choose(request("full"), [], attached, SETTINGS)
 
 
 def test_least_busy_node_runs_what_nobody_holds() -> None:

@@ -247,6 +247,18 @@ def test_ports_that_are_taken_are_named(tmp_path: Path) -> None:
     check_ports(config, config.nodes)
 
 
+@pytest.mark.parametrize("words", [["up"], ["config", "check"]])
+def test_a_state_dir_that_cannot_be_written_is_named_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    file, blocked = make_cluster(tmp_path, models=(BASE,)), tmp_path / "a file"
+    blocked.write_text("in the way")
+    state = str(load_cluster(file).state_path)
+    file.write_text(file.read_text().replace(state, str(blocked / "state")))
+    assert main([*words, str(file)]) == 2
+    assert re.search(rf"state_dir: {re.escape(str(blocked))} is no folder", capsys.readouterr().err)
+
+
 def test_only_nodes_of_this_host_are_chosen(tmp_path: Path) -> None:
     text = make_cluster(tmp_path, models=(BASE,)).read_text().replace("backend: tcp", "backend: tcp\n  insecure: true")
     file = tmp_path / "hosts.yaml"

@@ -137,7 +137,8 @@ def test_a_request_that_says_nonsense_shares_nothing(servers: dict[str, Server],
     prompt = tokens(31, 100)
     for wishes in ({"reuse": "sometimes"}, {"nothing": 1}, {"max_loss": -1}):
         served = servers[BASE].complete(prompt, wishes=wishes)
-        assert (served.token_ids, served.said) == (plain.answer(BASE, prompt), {})
+        assert (served.token_ids, served.said["plan"]) == (plain.answer(BASE, prompt), "private")
+        assert next(iter(wishes)) in served.said["reason"]
     assert "reuse" in servers[BASE].text()
 
 
@@ -145,7 +146,8 @@ def test_a_salt_of_ones_own_shares_nothing(cluster: FamilyCluster, servers: dict
     prompt = tokens(41, CONTEXT + 5)
     with publishing(cluster, "vllm-base") as before:
         served = servers[BASE].complete(prompt, body={"cache_salt": "mine"})
-        assert (served.token_ids, served.said) == (plain.answer(BASE, prompt), {})
+        assert (served.token_ids, served.said["plan"]) == (plain.answer(BASE, prompt), "private")
+        assert "cache_salt" in served.said["reason"]
         follow = servers[BASE].complete(tokens(42, CONTEXT + 5))
     assert holdings(cluster, "vllm-base") == before + (CONTEXT + 5 + 5) // BLOCK, follow
 

@@ -302,10 +302,15 @@ def test_roles(bench: Bench, family: Family, consumes: bool, produces: bool, wai
 )
 def test_requests_that_take_no_part(bench: Bench, family: Family, wishes: Any) -> None:
     tokens = prompt(TOTAL, 14)
-    assert bench.tokens(tokens, wishes=wishes) == private(family, tokens)
-    assert not bench.link.asked
-    assert bench.tokens(tokens, cache_salt="mine") == private(family, tokens)
-    assert not bench.link.asked
+    for how, why in (({"wishes": wishes}, ""), ({"cache_salt": "mine"}, "cache_salt")):
+        bench.add(tokens, **how)
+        (output,) = bench.run().values()
+        assert list(output.outputs[0].token_ids) == private(family, tokens)
+        said = output.kv_transfer_params["kvkin"]
+        assert (said["plan"], said["tokens_reused"]) == ("private", 0)
+        assert why in said["reason"] != ""
+        assert not bench.link.asked
+    assert not bench.side._apart
 
 
 def test_blocks_that_an_operator_takes_back_are_computed_again(bench: Bench, family: Family) -> None:
