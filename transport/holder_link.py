@@ -1,7 +1,7 @@
 """A consumer's link to one holder: the DEALER socket, the streams that listen on it, the data-plane peer.
 
-Kept per holder address and reused by all requests. Loss of the holder (killed: reset connection; frozen: ZMTP heartbeats
-unanswered) reaches every open stream as ``StreamLost`` and closes the link with all that belongs to it, as the holder may never
+Kept per holder address and reused by all requests. Loss of the holder (killed: reset connection, or a refused one; frozen: ZMTP
+heartbeats unanswered) reaches every open stream as ``StreamLost`` and closes the link with all that belongs to it, as the holder may never
 come back, or under another address; the next request makes a new link, so a replaced holder just works.
 """
 
@@ -26,6 +26,8 @@ from kvkin.transport.stream_messages import ConsumerToHolder, HolderToConsumer, 
 log = structlog.get_logger()
 
 WATCH_MS = 1000
+# A holder listens before any plan names it: whoever cannot connect to it is too late, and ZeroMQ would try for ever.
+ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
 
 class HolderLink:
@@ -41,7 +43,7 @@ class HolderLink:
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = 1000, 3000
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(ENDS)
         self._socket.connect(address)
         self._inboxes: dict[str, asyncio.Queue[HolderToConsumer]] = {}
         self._peers: dict[str, Peer] = {}
@@ -111,9 +113,15 @@ class HolderLink:
             # a look now and then besides: a wake-up that the event loop missed must not keep a dead holder alive
             while not await self._monitor.poll(WATCH_MS):
                 pass
-            await recv_monitor_message(self._monitor)
-            log.warning("lost the connection to a holder", node=self.node, address=self.address)
-            self._lose("the connection broke (killed, frozen or restarted)")
+            seen = await recv_monitor_message(self._monitor)
+            refused = seen["event"] == zmq.EVENT_CONNECT_RETRIED
+            why = (
+                "it cannot be connected to (killed)"
+                if refused
+                else "the connection broke (killed, frozen or restarted)"
+            )
+            log.warning("lost the connection to a holder", node=self.node, address=self.address, why=why)
+            self._lose(why)
 
     def _lose(self, why: str) -> None:
         if not self.lost:

@@ -41,3 +41,19 @@ async def test_lost_link_is_closed_without_another_request() -> None:
         holder.close(linger=0)
         await links.close()
         context.destroy(linger=0)
+
+
+async def test_a_holder_that_died_before_the_first_stream_is_lost_at_once() -> None:
+    """Nobody listens any more where the plan says: the next plan must not wait for the time that opening a stream may take."""
+    context, dead = zmq.asyncio.Context(), zmq.asyncio.Context()
+    gone = dead.socket(zmq.ROUTER)
+    address = f"tcp://127.0.0.1:{gone.bind_to_random_port('tcp://127.0.0.1')}"
+    dead.destroy(linger=0)
+    links = HolderLinks(context)
+    inbox = links.get("prefill-0", address).subscribe("stream")
+    lost = await asyncio.wait_for(inbox.get(), 10)
+    assert isinstance(lost, StreamLost)
+    assert "cannot be connected to" in lost.message
+    assert len(links) == 0
+    await links.close()
+    context.destroy(linger=0)
