@@ -70,7 +70,7 @@ def write_cluster(
     adapters: Mapping[str, Path] | None = None,
     attached: Mapping[str, Sequence[str]] | None = None,
     decode: Sequence[str] = (BASE,),
-    answer_s: float = 4.0,
+    answer_s: float = 15.0,
 ) -> Path:
     """A prefill node of the base and decode nodes on the reference engine, and attached servers: of each model one, or as ``attached`` says.
 

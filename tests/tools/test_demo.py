@@ -82,8 +82,9 @@ async def test_the_whole_demo_on_a_tiny_family(tmp_path: Path, capsys: pytest.Ca
     assert await demo.run_demo(config, steps, TINY, out) == 0, capsys.readouterr().out
     check_report(json.loads(out.read_text()), [step.expect.value for step in steps])
     shown = capsys.readouterr().out
-    for step in steps:
-        assert shown.count(step.title) == 1
+    for number, step in enumerate(steps, 1):
+        # a step that takes long is named while it runs, too
+        assert shown.count(f"{number}. {step.title}") == 1
     assert "9 of 9 answers have the very tokens of plain transformers" in shown
     assert not psutil.Process().children(recursive=True)
     assert not list((config.state_path / "demo" / "logs").glob("*.ready"))

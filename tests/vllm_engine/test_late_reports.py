@@ -30,7 +30,6 @@ from engine_harness import (
     token_wise,
 )
 from fake_cuda import FakeCuda, FakeStream
-from vllm.v1.request import RequestStatus
 from vllm_bench import SharedEngine, lora_family
 from vllm_checks import ONE_OF_EACH, check_batch, check_batch_in_pieces, check_leaves_nothing
 
@@ -385,6 +384,8 @@ def test_what_is_no_slice_is_ordered_in_any_case_and_not_counted() -> None:
 
 def test_a_request_that_ends_before_its_load_was_received_holds_no_blocks() -> None:
     """vLLM waits for the load's report, and takes the blocks back by itself: a second report for them would end it."""
+    from vllm.v1.request import RequestStatus
+
     side = SchedulerSide(32)
     side.configure(steps.CHUNK, NUM_LAYERS)
     load = load_of_all_data()

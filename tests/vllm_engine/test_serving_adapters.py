@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import cloudpickle
 import oracle
 import pytest
 from engine_harness import computed, contexts, partial, plan_of, prompt
@@ -16,6 +15,8 @@ from vllm_bench import Family, lora_family
 from kvkin.engines.vllm import compat
 from kvkin.engines.vllm.serving import Published, Question, StoreWanted
 from kvkin.kv.plan import ReusePlan, private_plan
+
+cloudpickle = pytest.importorskip("cloudpickle", reason="it comes with vLLM")
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
