@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +35,8 @@ WAIT_S = 60.0
 LONG = 1600
 # A process may hold so many more without a leak: a connection that is just being torn down, the last worker of a pool.
 MORE_DESCRIPTORS, MORE_THREADS = 2, 1
-# What a link to one more holder may cost.
-LINK_DESCRIPTORS = 25
+# What a link to one more holder may cost: its sockets, and workers of the event loop's pool that nothing had asked for yet.
+LINK_DESCRIPTORS, LINK_THREADS = 25, min(32, (os.cpu_count() or 1) + 4)
 
 
 def write_cluster(folder: Path, backend: str) -> Path:
@@ -278,8 +279,10 @@ def _more(before: dict[str, Used], now: dict[str, Used]) -> list[str]:
     found = []
     for key in before.keys() & now.keys():
         was, has = before[key], now[key]
-        allowed = was.descriptors + MORE_DESCRIPTORS + LINK_DESCRIPTORS * max(0, has.links - was.links)
-        if has.descriptors > allowed or has.threads > was.threads + MORE_THREADS:
+        links = max(0, has.links - was.links)
+        descriptors = was.descriptors + MORE_DESCRIPTORS + LINK_DESCRIPTORS * links
+        threads = was.threads + MORE_THREADS + LINK_THREADS * bool(links)
+        if has.descriptors > descriptors or has.threads > threads:
             found.append(f"{key}: {was} -> {has}")
     return found
 
