@@ -57,7 +57,14 @@ def test_a_node_that_is_ended_while_its_ranks_start(file: Path, tmp_path: Path, 
     log, ready = tmp_path / "log", tmp_path / "ready"
     command = [sys.executable, "-m", "kvkin.tools.cli", "prefill", "--config", str(file), "--node", "prefill-0"]
     with log.open("wb") as output:
-        child = subprocess.Popen([*command, "--ready-file", str(ready)], stdout=output, stderr=output, env=os.environ)
+        child = subprocess.Popen(
+            [*command, "--ready-file", str(ready)],
+            stdout=output,
+            stderr=output,
+            env=os.environ,
+            # a shell's background jobs, this suite perhaps, ignore it
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - one call, no lock
+        )
     node = psutil.Process(child.pid)
     below: list[psutil.Process] = []
     try:
