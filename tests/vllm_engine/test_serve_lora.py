@@ -26,8 +26,7 @@ from serve_harness import (
 
 openai = pytest.importorskip("openai", reason="it comes with vLLM")
 
-# two ranks wait for each other without a pause, and leave nothing of two cores
-pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 NODE = "vllm-0"
 
@@ -51,7 +50,6 @@ def plain(models: tuple[Path, Path]) -> Plain:
 def cluster(tmp_path_factory: pytest.TempPathFactory, models: tuple[Path, Path]) -> Iterator[FamilyCluster]:
     folder = tmp_path_factory.mktemp("cluster")
     adapters, attached = {TUNE: models[1]}, {NODE: [BASE, TUNE]}
-    # two ranks next to all the others keep a small machine busy
     file = write_cluster(folder, {BASE: models[0]}, adapters=adapters, attached=attached, answer_s=30.0)
     with family_cluster(file) as cluster:
         yield cluster
@@ -62,37 +60,30 @@ def file(cluster: FamilyCluster) -> Path:
     return cluster.config.state_path.parent / "cluster.yaml"
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one-rank", "two-ranks"])
-def server(request: Any, cluster: FamilyCluster, file: Path, models: tuple[Path, Path]) -> Iterator[Server]:
-    arguments = (*lora_arguments(models[1]), "--tensor-parallel-size", str(request.param))
-    log = file.parent / f"{NODE}-{request.param}.log"
-    with serving(Server(models[0], transfer_config(file, NODE), log, arguments)) as server:
+@pytest.fixture(scope="module")
+def server(cluster: FamilyCluster, file: Path, models: tuple[Path, Path]) -> Iterator[Server]:
+    log = file.parent / f"{NODE}.log"
+    with serving(Server(models[0], transfer_config(file, NODE), log, lora_arguments(models[1]))) as server:
         cluster.until(lambda status: cluster.attached(NODE, status), "server")
         yield server
-    cluster.until(lambda status: not cluster.attached(NODE, status), "end of the server")
-
-
-def seed_of(server: Server, seed: int) -> int:
-    """Prompts of their own for each server: the nodes stay."""
-    return seed + (500 if "-2.log" in server.log.name else 0)
 
 
 def test_the_base_shares_exactly(cluster: FamilyCluster, server: Server, plain: Plain) -> None:
-    check_exact(cluster, server, NODE, plain, BASE, seed_of(server, 100))
+    check_exact(cluster, server, NODE, plain, BASE, 100)
 
 
 def test_the_adapter_reuses_the_bases_context_in_part(cluster: FamilyCluster, server: Server, plain: Plain) -> None:
-    check_partial(cluster, server, plain, TUNE, seed_of(server, 200), asked=TUNE)
+    check_partial(cluster, server, plain, TUNE, 200, asked=TUNE)
     assert "share nothing" not in server.text()
 
 
 def test_both_in_one_batch_over_the_servers_own_context(cluster: FamilyCluster, server: Server, plain: Plain) -> None:
     """The context is the server's own; no request gets rows of another's adapter."""
-    first, second = two_prompts(seed_of(server, 300))
+    first, second = two_prompts(300)
     with publishing(cluster, NODE):
         server.complete(first)
     expected = in_part(plain, TUNE, first, second)
-    alone = {number: tokens(seed_of(server, 400 + number), 70) for number in range(4)}
+    alone = {number: tokens(400 + number, 70) for number in range(4)}
     answers: dict[Any, Answer] = {}
 
     def ask(name: Any, prompt: tuple[int, ...], model: str) -> None:
