@@ -1,4 +1,4 @@
-"""A plain ``vllm serve`` of a base and a LoRA adapter of it: both are members of the family, on one rank and on two."""
+"""A plain ``vllm serve`` of a base and a LoRA adapter of it: both are members of the family."""
 
 from __future__ import annotations
 
