@@ -26,7 +26,7 @@ from serve_harness import (
 
 openai = pytest.importorskip("openai", reason="it comes with vLLM")
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.timeout(900)]
 
 NODE = "vllm-0"
 
