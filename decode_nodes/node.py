@@ -125,9 +125,8 @@ class DecodeNode:
             running = self._requests[instruction.request_id]
             try:
                 self._carry_out(instruction, running)
-            except (
-                Exception
-            ) as error:  # a fault of ours: it ends the request that it is about, and is not waited for until a deadline
+            except Exception as error:
+                # a fault of ours: it ends the request that it is about, and is not waited for until a deadline
                 log.exception("a request met a fault of the node", request=instruction.request_id)
                 if instruction.request_id in self._requests:
                     self._loop.call_soon(self._do, EngineFailed(instruction.request_id, "internal", repr(error), False))
